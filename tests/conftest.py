@@ -1,0 +1,30 @@
+"""What every test shares: a CPU with eight fake devices, fixtures' folder, and how errors are measured."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# libtpu, where it is installed: look for no chip, and let several test processes load it.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import pathlib
+
+import numpy as np
+import pytest
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+
+
+def rel_error(got, want) -> float:
+    """max |got - want| over max |want|, as the fixtures' README defines "rel"."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, (got.shape, want.shape)
+    assert np.isfinite(got).all(), "not finite"
+    return float(np.max(np.abs(got - want), initial=0.0) / max(np.max(np.abs(want), initial=0.0), 1e-300))
+
+
+@pytest.fixture
+def fixtures() -> pathlib.Path:
+    return FIXTURES
