@@ -1,7 +1,7 @@
 """Every setting of a run: frozen dataclasses, the only gin-configurables of the project.
 
-`ModelConfig()` without arguments is Kimi K3 as released (spec §1.1), so a gin file states only what it changes.
-Layer numbers in configurations are 1-based, as in the released config files. This module imports no jax.
+`ModelConfig()` without arguments is Kimi K3 as released (spec §1.1), so a gin file states only what it
+changes. Layer numbers in configurations are 1-based, as in the released config files. No jax import here.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def check_types(config: object) -> None:
     Args:
         config: an instance of one of this module's dataclasses.
     Raises:
-        ConfigError: a value of another type, or outside of a Literal; an int where a float is expected is accepted.
+        ConfigError: a value of another type, or outside of a Literal; an int may stand for a float.
     """
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
@@ -124,7 +124,7 @@ class ModelConfig:
     num_shared_experts: int = 2
     moe_intermediate_size: int = 3072
     moe_latent_size: int | None = 3584  # L; None = experts at full width
-    moe_latent_norm: bool = True
+    moe_routed_norm: bool = True  # RMSNorm of the experts' weighted sum
     routed_scaling_factor: float = 1.0
 
     balancing: Literal["quantile", "quantile_exact", "sign", "aux_loss", "none"] = "quantile"
@@ -141,9 +141,9 @@ class ModelConfig:
     def __post_init__(self):
         check_types(self)
         positive = (
-            "vocab_size num_layers hidden_size kda_num_heads kda_key_dim kda_value_dim kda_conv_size mla_num_heads "
-            "kv_lora_rank qk_nope_head_dim v_head_dim intermediate_size num_experts num_experts_per_token "
-            "moe_intermediate_size attn_res_block_size balancing_bins"
+            "vocab_size num_layers hidden_size kda_num_heads kda_key_dim kda_value_dim kda_conv_size "
+            "mla_num_heads kv_lora_rank qk_nope_head_dim v_head_dim intermediate_size num_experts "
+            "num_experts_per_token moe_intermediate_size attn_res_block_size balancing_bins"
         )
         for field in positive.split():
             _require(getattr(self, field) >= 1, self, field, "must be at least 1")
@@ -191,15 +191,8 @@ class ModelConfig:
                 self.num_experts_per_token < self.num_experts,
                 self,
                 "num_experts_per_token",
-                f"must be less than ModelConfig.num_experts = {self.num_experts} (balancing needs one expert to spare)",
+                f"must be less than ModelConfig.num_experts = {self.num_experts} (balancing needs a spare)",
             )
-        needs_latent = self.moe_latent_size is not None or not self.moe_latent_norm
-        _require(
-            needs_latent,
-            self,
-            "moe_latent_norm",
-            "needs ModelConfig.moe_latent_size; set it, or set moe_latent_norm = False",
-        )
 
     @property
     def num_value_heads(self) -> int:
@@ -230,26 +223,26 @@ class ModelConfig:
 
 
 # Where Kimi-Linear-48B-A3B differs from Kimi K3.
-KIMI_LINEAR_48B = dict(
-    num_layers=27,
-    hidden_size=2304,
-    kda_num_heads=32,
-    kda_decay="softplus",
-    kda_output_gate="low_rank",
-    mla_num_heads=32,
-    q_lora_rank=None,
-    mla_output_gate="none",
-    attn_res="none",
-    intermediate_size=9216,
-    activation="swiglu",
-    num_experts=256,
-    num_experts_per_token=8,
-    num_shared_experts=1,
-    moe_intermediate_size=1024,
-    moe_latent_size=None,
-    moe_latent_norm=False,
-    routed_scaling_factor=2.446,
-)
+KIMI_LINEAR_48B = {
+    "num_layers": 27,
+    "hidden_size": 2304,
+    "kda_num_heads": 32,
+    "kda_decay": "softplus",
+    "kda_output_gate": "low_rank",
+    "mla_num_heads": 32,
+    "q_lora_rank": None,
+    "mla_output_gate": "none",
+    "attn_res": "none",
+    "intermediate_size": 9216,
+    "activation": "swiglu",
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 1024,
+    "moe_latent_size": None,
+    "moe_routed_norm": False,
+    "routed_scaling_factor": 2.446,
+}
 
 
 @_configurable
