@@ -1,82 +1,18 @@
-"""Every setting of a run: frozen dataclasses, the only gin-configurables of the project.
+"""Every setting of a run: frozen dataclasses, the only things a gin file can bind (launch/configure.py).
 
 `ModelConfig()` without arguments is Kimi K3 as released (spec §1.1), so a gin file states only what it
 changes. Layer numbers in configurations are 1-based, as in the released config files. No jax import here.
 """
 
 import dataclasses
-import types
 import typing
 from typing import Literal
 
-import gin
+from k3jax.config_checks import ConfigError, check_types
+from k3jax.config_checks import require as _require
 
 
-class ConfigError(ValueError):
-    """A setting that cannot work: one line naming the field, its value and what to do."""
-
-
-def _require(ok: bool, config: object, field: str, fix: str) -> None:
-    if not ok:
-        name = type(config).__name__
-        raise ConfigError(f"{name}.{field} = {getattr(config, field)!r}: {fix}")
-
-
-def check_types(config: object) -> None:
-    """Checks every field of a dataclass against its annotation.
-
-    Args:
-        config: an instance of one of this module's dataclasses.
-    Raises:
-        ConfigError: a value of another type, or outside of a Literal; an int may stand for a float.
-    """
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if not _matches(value, hints[field.name]):
-            name = type(config).__name__
-            raise ConfigError(
-                f"{name}.{field.name} = {value!r}: expected {describe_type(hints[field.name])}, "
-                f"got {type(value).__name__}"
-            )
-
-
-def _matches(value: object, hint: object) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in args and type(value) in {type(a) for a in args}
-    if origin in (typing.Union, types.UnionType):
-        return any(_matches(value, a) for a in args)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_matches(v, args[0]) for v in value)
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def describe_type(hint: object) -> str:
-    """A type annotation in the words of an error message, such as "an integer or None"."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(a) for a in args)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe_type(a) for a in args)
-    if origin is tuple:
-        return f"a tuple of which each is {describe_type(args[0])}"
-    names = {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None"}
-    return names.get(hint, str(hint))
-
-
-def _configurable(cls: type) -> type:
-    """A frozen dataclass that gin can bind and whose field types are checked when it is made."""
-    cls = dataclasses.dataclass(frozen=True)(cls)
-    gin.external_configurable(cls, name=cls.__name__, module="k3jax")
-    return cls
-
-
-@_configurable
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The architecture (spec §1-§6). Defaults are Kimi K3's released values."""
 
@@ -245,7 +181,7 @@ KIMI_LINEAR_48B = {
 }
 
 
-@_configurable
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Where text comes from and how it becomes rows of tokens."""
 
@@ -279,7 +215,7 @@ class DataConfig:
         )
 
 
-@_configurable
+@dataclasses.dataclass(frozen=True)
 class OptimConfig:
     """The optimiser and its schedule (spec §7.1, §7.2)."""
 
@@ -312,9 +248,15 @@ class OptimConfig:
             _require(0 <= getattr(self, field) <= 1, self, field, "must lie in [0, 1]")
         for field in ("beta1", "beta2", "muon_momentum"):
             _require(0 <= getattr(self, field) < 1, self, field, "must lie in [0, 1)")
+        _require(
+            self.schedule != "wsd" or self.warmup_fraction + self.decay_fraction <= 1,
+            self,
+            "decay_fraction",
+            f"must leave room for OptimConfig.warmup_fraction = {self.warmup_fraction}",
+        )
 
 
-@_configurable
+@dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Devices along each axis; -1 = all that the others leave."""
 
@@ -326,14 +268,18 @@ class MeshConfig:
 
     def __post_init__(self):
         check_types(self)
+        left_over = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             _require(
                 value >= 1 or value == -1, self, field.name, "must be at least 1, or -1 for all that is left"
             )
+            left_over += [field.name] if value == -1 else []
+            first = left_over[0] if left_over else ""
+            _require(len(left_over) <= 1, self, field.name, f"MeshConfig.{first} = -1 takes all that is left")
 
 
-@_configurable
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The loop: how long, how often, and what is kept."""
 
@@ -373,6 +319,9 @@ class Config:
         )
 
 
+SECTIONS: dict[str, type] = typing.get_type_hints(Config)  # field of Config -> its class
+
+
 def to_dict(config: Config) -> dict:
     """Plain nested dictionaries and lists, as `config.json` holds them."""
     return dataclasses.asdict(config)
@@ -384,15 +333,12 @@ def from_dict(values: dict) -> Config:
     Raises:
         ConfigError: an unknown section or field, a wrong type, or an impossible value.
     """
-    hints = typing.get_type_hints(Config)
     parts = {}
-    for section, cls in hints.items():
+    for section in sorted(set(values) - set(SECTIONS)):
+        raise ConfigError(f"{section}: no such section; written by another version of k3jax?")
+    for section, cls in SECTIONS.items():
         given = dict(values.get(section, {}))
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise ConfigError(
-                f"{cls.__name__}.{unknown[0]}: no such field; written by another version of k3jax?"
-            )
+        for field in sorted(set(given) - {f.name for f in dataclasses.fields(cls)}):
+            raise ConfigError(f"{cls.__name__}.{field}: no such field; written by another version of k3jax?")
         parts[section] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
     return Config(**parts)
