@@ -88,4 +88,5 @@ class DecoderLayer(nn.Module):
         else:
             ffn_BTD = LatentMoE(c, self.dtype, name="moe")(h_BTD, segment_ids_BT)
         record(self, "ffn_out", ffn_BTD)
+        record(self, "layer_out", mixed_BTD + ffn_BTD)
         return LayerOutput(mixed_BTD, ffn_BTD)

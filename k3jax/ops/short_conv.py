@@ -9,8 +9,8 @@ from k3jax.ops.norms import upcast
 def short_conv(x_BTHK: jax.Array, taps_HKX: jax.Array, segment_ids_BT: jax.Array | None = None) -> jax.Array:
     """Causal depthwise convolution over time; no bias, no activation.
 
-    y_t = sum_j taps[..., j] x_{t - X + 1 + j}: the last tap multiplies the current token, and what lies before the
-    row or before the token's document counts as zero.
+    y_t = sum_j taps[..., j] x_{t - X + 1 + j}: the last tap multiplies the current token, and what lies before
+    the row or before the token's document counts as zero.
 
     Args:
         x_BTHK: input, any float dtype.
@@ -29,7 +29,7 @@ def short_conv(x_BTHK: jax.Array, taps_HKX: jax.Array, segment_ids_BT: jax.Array
         shifted = jnp.pad(wide[:, :-back], ((0, 0), (back, 0), (0, 0), (0, 0)))
         if reach_BT is not None:
             shifted = jnp.where(reach_BT[..., None, None], shifted, 0)
-            # Token t reaches back one more if t - 1 reached this far: an id that returns (A, B, A) does not fool it.
+            # t reaches back one more if t - 1 reached this far: an id that returns (A, B, A) does not fool it.
             reach_BT = adjacent_BT & jnp.pad(reach_BT[:, :-1], ((0, 0), (1, 0)))
         y = y + shifted * taps[..., -1 - back]
     if segment_ids_BT is not None:
