@@ -100,22 +100,16 @@ class ModelConfig:
             "must be 0 (all MLA), a ratio, or None (all KDA)",
         )
         inside = self.mla_layers is None or all(1 <= i <= self.num_layers for i in self.mla_layers)
-        _require(
-            inside, self, "mla_layers", f"layers count from 1 to ModelConfig.num_layers = {self.num_layers}"
-        )
+        _require(inside, self, "mla_layers", f"layers count from 1 to ModelConfig.num_layers = {self.num_layers}")
         listed = self.mla_layers or ()
-        _require(
-            list(listed) == sorted(set(listed)), self, "mla_layers", "must be ascending, each layer once"
-        )
+        _require(list(listed) == sorted(set(listed)), self, "mla_layers", "must be ascending, each layer once")
         _require(
             self.num_value_heads % self.kda_num_heads == 0,
             self,
             "kda_num_value_heads",
             f"must be a multiple of ModelConfig.kda_num_heads = {self.kda_num_heads}",
         )
-        _require(
-            self.kda_decay_lower_bound < 0, self, "kda_decay_lower_bound", "must be negative (a log decay)"
-        )
+        _require(self.kda_decay_lower_bound < 0, self, "kda_decay_lower_bound", "must be negative (a log decay)")
         _require(
             0 <= self.first_k_dense <= self.num_layers,
             self,
@@ -185,9 +179,7 @@ KIMI_LINEAR_48B = {
 class DataConfig:
     """Where text comes from and how it becomes rows of tokens."""
 
-    source: Literal["python", "files"] = (
-        "python"  # python: the standard library's own source and documentation
-    )
+    source: Literal["python", "files"] = "python"  # python: the standard library's own source and documentation
     paths: tuple[str, ...] = ()  # files, folders or globs, for source = "files"
     text_field: str = "text"  # of JSONL objects and Parquet columns
     tokenizer: str = "bytes"  # or a file written by the `tokenizers` package
@@ -271,9 +263,7 @@ class MeshConfig:
         left_over = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            _require(
-                value >= 1 or value == -1, self, field.name, "must be at least 1, or -1 for all that is left"
-            )
+            _require(value >= 1 or value == -1, self, field.name, "must be at least 1, or -1 for all that is left")
             left_over += [field.name] if value == -1 else []
             first = left_over[0] if left_over else ""
             _require(len(left_over) <= 1, self, field.name, f"MeshConfig.{first} = -1 takes all that is left")

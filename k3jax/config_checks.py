@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-import math
+import sys
 import types
 import typing
 from typing import Literal
@@ -44,7 +44,7 @@ def _matches(value: object, hint: object) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_matches(v, args[0]) for v in value)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
