@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"k3: error: no verb {verb!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        return _run(verb, verbs[verb][0], argv[1:])
+        status = _run(verb, verbs[verb][0], argv[1:])
+        sys.stdout.flush()  # here, where a reader that has left is known
+        return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has left, as `head` does

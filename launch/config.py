@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"config": to_dict(loaded.config), **summary}, indent=2))
         return 0
     if not args.gin_file:
-        files = " ".join(str(file) for file in configure.experiment_files())
+        files = " ".join(str(file) for file in configure.experiment_files()) or "no files in experiments/"
         print(f"No --gin_file: the model is Kimi K3's, all else at its default. There are: {files}", file=sys.stderr)
     print(loaded.operative)
     _print_table(summary)

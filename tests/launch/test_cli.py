@@ -1,7 +1,6 @@
 """The `k3` command from outside: help, exit codes, one-line errors, and what stays unimported."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -165,10 +164,8 @@ def test_printed_configuration_is_a_gin_file_that_gives_it_back(tmp_path, capsys
 
 
 def test_a_reader_that_leaves_is_no_error():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch", "config", "--print_config"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "launch", "config", "--print_config"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b""
     process.wait(timeout=60)
