@@ -1,8 +1,11 @@
 """Parameter and FLOP counts against published figures and a model small enough to count by hand."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from k3jax.config import ModelConfig
+from k3jax.models import KimiK3
 from k3jax.models.accounting import count_parameters, flops_per_token, train_flops_per_token
 
 # spec §1.3, each computed there from the checkpoint's tensor shapes.
@@ -131,3 +134,23 @@ def test_kimi_k3_forward_is_near_two_flops_a_parameter():
     config = ModelConfig.kimi_k3()
     ratio = sum(flops_per_token(config, 4096).values()) / (2 * count_parameters(config).active)
     assert 1.0 < ratio < 1.03  # the rest is attention over 4096 tokens and the recurrence
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig.kimi_k3(num_layers=5),
+        ModelConfig.kimi_linear_48b(num_layers=5),
+        tiny(),
+        tiny(kda_output_gate="low_rank", q_lora_rank=None, mla_output_gate="none", attn_res="full"),
+        tiny(moe_latent_size=None, num_shared_experts=0, attn_res="none"),
+        tiny(moe_latent_size=None, moe_routed_norm=False, first_k_dense=0, kda_per_mla=None),
+        tiny(first_k_dense=3, kda_per_mla=0),
+    ],
+    ids=["kimi_k3", "kimi_linear_48b", "tiny", "gates", "full_width", "all_kda", "all_dense_mla"],
+)
+def test_counts_equal_the_models_own_tree(config):
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    variables = jax.eval_shape(lambda: KimiK3(config).init(jax.random.key(0), tokens))
+    leaves = jax.tree.leaves(variables["params"]) + jax.tree.leaves(variables.get("router", {}))
+    assert sum(leaf.size for leaf in leaves) == count_parameters(config).total
