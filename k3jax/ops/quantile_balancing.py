@@ -40,7 +40,9 @@ def cutoff(scores_TE, bias_E, k: int):
     E = scores_TE.shape[-1]
     _check(k, E)
     wide = jnp.promote_types(scores_TE.dtype, jnp.float32)
-    return lax.top_k(scores_TE.astype(wide) + bias_E.astype(wide), k + 1)[0][:, k]
+    largest_TS = lax.top_k(scores_TE.astype(wide) + bias_E.astype(wide), k + 1)[0]
+    # The least of them instead of the last: XLA turns a top-k of which one column is read into a full sort.
+    return jnp.min(largest_TS, axis=-1)
 
 
 def exact_bias(scores_TE, bias_E, k: int, mask_T=None):
@@ -99,9 +101,7 @@ def histogram(scores_TE, bias_E, k: int, bins: int, mask_T=None):
     Source: spec §6.3.
     """
     if bins < 1:
-        raise ValueError(
-            f"a histogram needs at least one bin, got {bins}; 1000 is what the model was trained with"
-        )
+        raise ValueError(f"a histogram needs at least one bin, got {bins}; 1000 is what the model was trained with")
     required_TE, bias_E = _required(scores_TE, bias_E, k)
     low, high = _range(bias_E)
     # Subtractions, then one product: nothing a compiler could contract or rewrite, so the bins are the same
@@ -157,9 +157,7 @@ def bias_from_histogram(counts_EX, bias_E, k: int):
 def _check(k, E):
     check_top_k(k, E)
     if k == E:
-        raise ValueError(
-            f"quantile balancing needs an expert left out, but top-k is {k} of {E}; lower k or use none"
-        )
+        raise ValueError(f"quantile balancing needs an expert left out, but top-k is {k} of {E}; lower k or use none")
 
 
 def _required(scores_TE, bias_E, k):
