@@ -1,0 +1,183 @@
+"""Pairwise decays inside a chunk by recursive halving: the part of chunked KDA that decides its accuracy.
+
+Inside a chunk every pair row i > column j needs exp(g_{j+1} + ... + g_i) per channel, inside a matmul.
+Written as exp(G_i) * exp(-G_j) the second factor overflows; written with a pivot between j and i, as exp(sum
+from the pivot to i) * exp(sum from j to the pivot), both factors are at most 1, for any decay. No single
+pivot lies between all pairs, so the chunk is split recursively: at size s (1, 2, 4, ... C/2) each first half
+of s rows is paired with the second half beside it and the pivot is the last row of the first half. Each pair
+of rows meets at exactly one size.
+
+The sums are built from the leaves up, always by adding numbers of one sign: nothing cancels, however extreme
+the decay. A row's factors use only g at and before the row, so a later token cannot change an earlier output,
+not even its last bit.
+
+Letters beyond design: C rows of a chunk, s rows of a half, P = C / 2s pairs of halves in a chunk; "..." leads
+(chunks, batch, heads).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class Level(NamedTuple):
+    """Decay of rows (second halves) since the pivot and of columns (first halves) until it, both [..., P, s,
+    K]."""
+
+    row: jax.Array
+    column: jax.Array
+
+
+class Decays(NamedTuple):
+    """Every decay a chunk needs; all in [0, 1]."""
+
+    levels: tuple[Level, ...]  # s = 1, 2, 4, ... C/2
+    from_start: jax.Array  # [..., C, K] from before the chunk's first row to after each row
+    to_end: jax.Array  # [..., C, K] from after each row to the chunk's end
+    whole: jax.Array  # [..., K] over the whole chunk
+
+
+def matmul(x, y):
+    """[..., m, n] @ [..., n, p] in full float32 (a float32 product at default precision is one bf16 pass on a
+    TPU)."""
+    return jnp.matmul(x, y, precision=HIGHEST)
+
+
+def transposed(x):
+    return jnp.swapaxes(x, -1, -2)
+
+
+def halves(x, s):
+    """[..., C, K] -> its first and its second halves of s rows, each [..., P, s, K]."""
+    x = x.reshape(*x.shape[:-2], -1, 2, s, x.shape[-1])
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def join_halves(first, second):
+    """Inverse of `halves`."""
+    x = jnp.concatenate([first, second], axis=-2)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def pairwise_decays(g) -> Decays:
+    """exp of every sum of the log decays g [..., C, K] that a chunk needs (C a power of two)."""
+    C = g.shape[-2]
+    prefix, suffix = (
+        g,
+        jnp.zeros_like(g),
+    )  # sums inside blocks of s rows: up to and with the row; after the row
+    levels, s = [], 1
+    while s < C:
+        (prefix_1, prefix_2), (suffix_1, suffix_2) = halves(prefix, s), halves(suffix, s)
+        levels.append(Level(jnp.exp(prefix_2), jnp.exp(suffix_1)))
+        total_1, total_2 = prefix_1[..., -1:, :], prefix_2[..., -1:, :]
+        prefix = join_halves(prefix_1, prefix_2 + total_1)
+        suffix = join_halves(suffix_1 + total_2, suffix_2)
+        s *= 2
+    from_start = jnp.exp(prefix)
+    return Decays(tuple(levels), from_start, jnp.exp(suffix), from_start[..., -1, :])
+
+
+def log_decay_gradient(d_levels, d_from_start, d_to_end, d_whole):
+    """Gradient of g [..., C, K] from the gradients of the *logs* of every decay (the transpose of
+    `pairwise_decays`).
+
+    d_levels: a Level a size, in the order of Decays.levels. Sums run inside halves only, as in the forward
+      pass.
+    """
+    C = d_from_start.shape[-2]
+    d_prefix, d_suffix, d_total = d_from_start, d_to_end, d_whole[..., None, None, :]  # total: [..., P, 1, K]
+    s = C // 2
+    while s >= 1:
+        (prefix_1, prefix_2), (suffix_1, suffix_2) = halves(d_prefix, s), halves(d_suffix, s)
+        d_total_1 = d_total + jnp.sum(prefix_2, axis=-2, keepdims=True)
+        d_total_2 = d_total + jnp.sum(suffix_1, axis=-2, keepdims=True)
+        level = d_levels[s.bit_length() - 1]
+        d_prefix = join_halves(prefix_1, prefix_2 + level.row)
+        d_suffix = join_halves(suffix_1 + level.column, suffix_2)
+        d_total = join_halves(d_total_1, d_total_2)[..., None, :]
+        s //= 2
+    return d_prefix + d_total[..., 0, :]
+
+
+class Scores(NamedTuple):
+    """Decayed inner products inside a chunk, [..., C, C]: query with key (j <= i), key with key (j < i); else
+    0."""
+
+    qk: jax.Array
+    kk: jax.Array
+
+
+def pair_scores(q, k, decays: Decays) -> Scores:
+    """sum_c q_ic k_jc exp(sum of g_c over j+1..i), and the same with k for q; q and k [..., C, K]."""
+    C = q.shape[-2]
+    lead = q.shape[:-2]
+    qk = jnp.sum(q * k, axis=-1).reshape(*lead, C, 1, 1)  # diagonal blocks of s x s, grown level by level
+    kk = jnp.zeros_like(qk)
+    for level in decays.levels:
+        s = level.row.shape[-2]
+        (_, q_2), (k_1, k_2) = halves(q, s), halves(k, s)
+        rows = jnp.concatenate([q_2 * level.row, k_2 * level.row], axis=-2)
+        block = matmul(rows, transposed(k_1 * level.column))
+        qk, kk = _grow(qk, block[..., :s, :]), _grow(kk, block[..., s:, :])
+    return Scores(qk[..., 0, :, :], kk[..., 0, :, :])
+
+
+def _grow(diagonal, block):
+    """Diagonal blocks [..., 2P, s, s] and the blocks below them [..., P, s, s] -> diagonal blocks [..., P,
+    2s, 2s]."""
+    s = block.shape[-1]
+    diagonal = diagonal.reshape(*block.shape[:-2], 2, s, s)
+    above = jnp.concatenate([diagonal[..., 0, :, :], jnp.zeros_like(block)], axis=-1)
+    below = jnp.concatenate([block, diagonal[..., 1, :, :]], axis=-1)
+    return jnp.concatenate([above, below], axis=-2)
+
+
+def pair_scores_gradient(d_scores: Scores, q, k, decays: Decays):
+    """Gradients of q and k [..., C, K] and, a Level a size, of the logs of the level decays.
+
+    d_scores.qk must be 0 above the diagonal, d_scores.kk on it too.
+    """
+    C = q.shape[-2]
+    diagonal = jnp.diagonal(d_scores.qk, axis1=-2, axis2=-1)[..., None]
+    dq, dk, d_levels = diagonal * k, diagonal * q, []
+    d_blocks = jnp.stack([d_scores.qk, d_scores.kk], axis=-3)[..., None, :, :, :]  # [..., P, 2, 2s, 2s]
+    for level in reversed(decays.levels):
+        s = level.row.shape[-2]
+        (_, q_2), (k_1, k_2) = halves(q, s), halves(k, s)
+        rows = jnp.concatenate([q_2 * level.row, k_2 * level.row], axis=-2)
+        columns = k_1 * level.column
+        d_block = d_blocks[..., s:, :s]
+        d_block = d_block.reshape(*d_block.shape[:-3], 2 * s, s)
+        d_rows = matmul(d_block, columns)
+        d_columns = matmul(transposed(d_block), rows)
+        d_row_logs = rows * d_rows
+        d_levels.append(Level(d_row_logs[..., :s, :] + d_row_logs[..., s:, :], columns * d_columns))
+        dq_2, dk_2 = d_rows[..., :s, :] * level.row, d_rows[..., s:, :] * level.row
+        dq += join_halves(jnp.zeros_like(dq_2), dq_2)
+        dk += join_halves(d_columns * level.column, dk_2)
+        d_blocks = jnp.stack([d_blocks[..., :s, :s], d_blocks[..., s:, s:]], axis=-4)
+        d_blocks = d_blocks.reshape(*q.shape[:-2], C // s, 2, s, s)
+    return dq, dk, tuple(reversed(d_levels))
+
+
+def unit_lower_inverse(lower):
+    """(I + lower)^-1 for strictly lower triangular [..., C, C], by exact block elimination.
+
+    [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], from 1 x 1 blocks up. No power of `lower` is
+    formed: a Neumann series has terms that overflow when keys repeat, although the inverse itself is small.
+    """
+    C = lower.shape[-1]
+    inverse = jnp.ones((*lower.shape[:-2], C, 1, 1), lower.dtype)
+    s = 1
+    while s < C:
+        blocks = lower.reshape(*lower.shape[:-2], C // (2 * s), 2 * s, C // (2 * s), 2 * s)
+        below = jnp.moveaxis(jnp.diagonal(blocks[..., s:, :, :s], axis1=-4, axis2=-2), -1, -3)
+        pairs = inverse.reshape(*below.shape[:-2], 2, s, s)
+        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        inverse = _grow(inverse, -matmul(second, matmul(below, first)))
+        s *= 2
+    return inverse[..., 0, :, :]
