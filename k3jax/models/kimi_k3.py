@@ -105,12 +105,9 @@ class KimiK3(nn.Module):
         collections = tuple(x for x in collections if self.is_mutable_collection(x))
         runner = _Runner(c, dtype, segment_ids_BT, collections)
 
-        if stage.repeats == 1 or c.layer_loop == "unroll":
-            outputs = []
-            for block in range(stage.repeats):
-                depth, out = runner.block(stage, _index(params, block), _index(router, block), depth)
-                outputs.append(out)
-            outputs = _stack(outputs)
+        if stage.repeats == 1:
+            depth, out = runner.block(stage, _index(params, 0), _index(router, 0), depth)
+            outputs = _stack([out])
         else:
             full = reserve(depth, stage.repeats)
 
@@ -118,7 +115,7 @@ class KimiK3(nn.Module):
                 new, out = runner.block(stage, *xs, Depth(*carry))
                 return (new.memory_BTRD, new.mask_R), out
 
-            (memory_BTRD, _), outputs = jax.lax.scan(body, (full.memory_BTRD, full.mask_R), (params, router))
+            (memory_BTRD, _), outputs = _loop(c, body, (full.memory_BTRD, full.mask_R), (params, router))
             depth = Depth(memory_BTRD)
         for collection in collections:
             self.put_variable(collection, name, _pick(outputs, collection))
@@ -137,19 +134,16 @@ class _Runner:
         outputs = {}
         for r, run in enumerate(stage.runs):
             run_params, run_router = params[f"run_{r}"], router.get(f"run_{r}", {})
-            if run.repeats == 1 or self.config.layer_loop == "unroll":
-                outs = []
-                for i in range(run.repeats):
-                    depth, out = self._group(run, _index(run_params, i), _index(run_router, i), depth)
-                    outs.append(out)
-                outputs[f"run_{r}"] = _stack(outs)
+            if run.repeats == 1:
+                depth, out = self._group(run, _index(run_params, 0), _index(run_router, 0), depth)
+                outputs[f"run_{r}"] = _stack([out])
             else:
-                depth, outputs[f"run_{r}"] = self._scan(run, run_params, run_router, depth)
+                depth, outputs[f"run_{r}"] = self._repeat(run, run_params, run_router, depth)
         if self.config.attn_res == "block":
             depth = append(depth, depth.partial_BTD)._replace(partial_BTD=None)
         return depth, outputs
 
-    def _scan(self, run: Run, params: Tree, router: Tree, depth: Depth) -> tuple[Depth, Tree]:
+    def _repeat(self, run: Run, params: Tree, router: Tree, depth: Depth) -> tuple[Depth, Tree]:
         form = self.config.attn_res
         if form == "full":  # every sublayer is a source: the memory itself is what the scan carries
             full = reserve(depth, 2 * run.num_layers)
@@ -158,7 +152,7 @@ class _Runner:
                 new, out = self._group(run, *xs, Depth(*carry))
                 return (new.memory_BTRD, new.mask_R), out
 
-            (memory_BTRD, _), outs = jax.lax.scan(grow, (full.memory_BTRD, full.mask_R), (params, router))
+            (memory_BTRD, _), outs = _loop(self.config, grow, (full.memory_BTRD, full.mask_R), (params, router))
             return Depth(memory_BTRD), outs
         # The memory does not change within a block: closed over, it is saved once for the backward pass.
         partial, started = depth.partial_BTD, depth.started
@@ -171,7 +165,7 @@ class _Runner:
             new, out = self._group(run, *xs, here)
             return (new.partial_BTD, jnp.ones((), bool)), out
 
-        (partial, _), outs = jax.lax.scan(body, (partial, jnp.asarray(started)), (params, router))
+        (partial, _), outs = _loop(self.config, body, (partial, jnp.asarray(started)), (params, router))
         return depth._replace(partial_BTD=partial, started=True), outs
 
     def _group(self, run: Run, params: Tree, router: Tree, depth: Depth) -> tuple[Depth, Tree]:
@@ -215,6 +209,17 @@ def _init_stage(config: ModelConfig, stage: Stage, key: jax.Array, dtype) -> Tre
                 if collection in fresh:
                     variables[collection].setdefault(f"run_{r}", {})[f"layer_{p}"] = fresh[collection]
     return {collection: tree for collection, tree in variables.items() if tree}
+
+
+def _loop(config: ModelConfig, body, carry, xs: Tree) -> tuple[Any, Tree]:
+    """lax.scan, or the same steps traced one by one for debugging."""
+    if config.layer_loop == "scan":
+        return jax.lax.scan(body, carry, xs)
+    outputs = []
+    for i in range(len(jax.tree.leaves(xs)[0])):
+        carry, out = body(carry, _index(xs, i))
+        outputs.append(out)
+    return carry, _stack(outputs)
 
 
 def _index(tree: Tree, i: int) -> Tree:

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from k3jax.nn.linear import record
 from k3jax.ops.attention_residual import attention_residual
@@ -36,5 +37,7 @@ def depth_mix(
     mix_BTD, weights_BTR = attention_residual(
         memory_BTRD, query_D, gain_D, partial_BTD=partial_BTD, mask_R=mask_R, eps=eps
     )
+    if partial_BTD is None:  # recorded with the running sum's place, so that a scan's first layer is like its others
+        weights_BTR = jnp.pad(weights_BTR, ((0, 0), (0, 0), (0, 1)))
     record(module, f"{name}_weights", weights_BTR)
     return mix_BTD

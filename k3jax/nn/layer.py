@@ -74,6 +74,7 @@ class DecoderLayer(nn.Module):
         mixer = (KDA if self.kind.mixer == "kda" else MLA)(c, self.dtype, name=self.kind.mixer)
         mixer_out_BTD = mixer(h_BTD, segment_ids_BT)
         record(self, "mixer_out", mixer_out_BTD)
+        record(self, "mixer_finite", jnp.all(jnp.isfinite(mixer_out_BTD)))
         mixed_BTD = mixer_out_BTD if partial_BTD is None else partial_BTD + mixer_out_BTD
 
         h_BTD = mixed_BTD
@@ -88,5 +89,6 @@ class DecoderLayer(nn.Module):
         else:
             ffn_BTD = LatentMoE(c, self.dtype, name="moe")(h_BTD, segment_ids_BT)
         record(self, "ffn_out", ffn_BTD)
+        record(self, "ffn_finite", jnp.all(jnp.isfinite(ffn_BTD)))
         record(self, "layer_out", mixed_BTD + ffn_BTD)
         return LayerOutput(mixed_BTD, ffn_BTD)

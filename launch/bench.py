@@ -1,0 +1,35 @@
+"""`k3 bench`: the parts and the whole, timed in one run beside their peers."""
+
+import argparse
+
+from launch import configure
+
+HELP = "Times the training step: against the machine's matmul rate, against a peer, and what each part costs."
+EXAMPLE = "k3 bench train --gin_file=experiments/bench_kimi_linear_15m.gin"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this verb's options."""
+    parser.add_argument("what", choices=["train"], help="which benchmark")
+    configure.add_config_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=7, help="timed rounds; medians are printed (default 7)")
+    parser.add_argument(
+        "--peer_python", default=None,
+        help="a Python that has torch and transformers, to time the peer with (default: this one, if it has them)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark and prints its table; returns the exit status."""
+    loaded = configure.from_arguments(args)
+    if args.print_config:
+        print(loaded.operative, end="")
+        return 0
+    if not args.gin_file:
+        raise ValueError(f"bench train: needs --gin_file; for example: {EXAMPLE}")
+    if args.repeats < 1:
+        raise ValueError(f"--repeats={args.repeats}: must be at least 1")
+    from launch.bench_train import bench_train
+
+    bench_train(loaded.config, args.repeats, args.peer_python)
+    return 0
