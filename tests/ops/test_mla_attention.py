@@ -159,6 +159,7 @@ def test_blocks_in_the_future_are_skipped_not_masked():
     x = tuple(a.at[:, 8:].set(np.nan) for a in x)
     assert np.isfinite(mla_attention(*x, scale=0.4, block_size=4)[:, :8]).all()
     assert not np.isfinite(mla_attention(*x, scale=0.4, block_size=16)[:, :8]).all()
+    assert np.isfinite(gradients(*x, block_size=4)[0][:, :8]).all()
 
 
 @pytest.mark.parametrize("block", [4, 16])
