@@ -79,6 +79,7 @@ class LatentMoE(nn.Module):
             )
         elif c.balancing == "quantile_exact":
             stats["scores"] = scores_TE
+            stats["mask"] = jnp.ones(scores_TE.shape[:1], bool) if mask_T is None else mask_T
         elif c.balancing == "aux_loss":
             stats["aux_loss"] = balancing.auxiliary_loss(routing.scores_TE, routing.ids_TS, mask_T)
         for name, value in stats.items():
