@@ -72,8 +72,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, ascending."""
-        # Read from disk: orbax's own list has saves in it that are not complete.
-        return sorted(self._manager.all_steps(read=True))
+        # From disk: the manager's own list has the save in it that is going on.
+        return sorted(found.step for found in ocp.path.step.standard_name_format().find_all(self.directory))
 
     def latest(self) -> int | None:
         """The newest of `steps`, or None."""

@@ -27,6 +27,7 @@ MODEL = {
     "moe_intermediate_size": 16,
     "moe_latent_size": 16,
     "dtype": "float32",
+    "kda_implementation": "recurrent",  # half the compile time
 }
 
 

@@ -1,0 +1,74 @@
+"""Continuing a prompt, the plain way: the whole window is run again for every token."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.config import ModelConfig
+from k3jax.models.kimi_k3 import KimiK3
+
+BUCKET = 64  # windows are a multiple of it
+
+
+def generate_tokens(
+    config: ModelConfig,
+    variables: dict[str, Any],
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    max_window: int,
+    num_ids: int | None = None,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Samples one token after the other; the same arguments give the same tokens.
+
+    Compiled once: the window has a fixed length, padded on the right with segment id 0. When it is full, its older
+    half is forgotten.
+
+    Args:
+        config: the architecture.
+        variables: {"params": ..., "router": ...}.
+        prompt: at least one token.
+        max_tokens: how many to sample.
+        max_window: most tokens the model is shown, such as the length of rows it was trained on.
+        num_ids: only ids below it are sampled; None = the whole vocabulary.
+        temperature: logits are divided by it; 0 takes the most probable token.
+        seed: of the samples.
+    Yields:
+        Token ids.
+    Raises:
+        ValueError: an empty prompt, or a number that is out of range.
+    """
+    if not len(prompt):
+        raise ValueError("the prompt has no tokens; give at least one")
+    if temperature < 0:
+        raise ValueError(f"temperature is {temperature}: use 0 (the most probable token) or more")
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens is {max_tokens}: use 0 or more")
+    window = min(max(max_window, 2), -(-(len(prompt) + max_tokens) // BUCKET) * BUCKET)
+    model = KimiK3(config)
+
+    @jax.jit
+    def sample(variables: dict[str, Any], tokens_T: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
+        segment_ids_T = (jnp.arange(window) < length).astype(jnp.int32)
+        hidden_BTD = model.apply(variables, tokens_T[None], segment_ids_T[None], output="hidden")
+        last_D = hidden_BTD[0, length - 1].astype(jnp.promote_types(hidden_BTD.dtype, jnp.float32))
+        logits_W = (last_D @ variables["params"]["head"].astype(last_D.dtype))[:num_ids]
+        if temperature == 0:
+            return jnp.argmax(logits_W)
+        return jax.random.categorical(key, logits_W / temperature)
+
+    key = jax.random.key(seed)
+    shown = [int(token) for token in prompt][-window:]
+    for i in range(max_tokens):
+        if len(shown) == window:
+            shown = shown[window // 2 :]
+        tokens_T = np.zeros(window, np.int32)
+        tokens_T[: len(shown)] = shown
+        token = int(sample(variables, tokens_T, len(shown), jax.random.fold_in(key, i)))
+        shown.append(token)
+        yield token

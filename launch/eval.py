@@ -1,0 +1,48 @@
+"""`k3 eval`: what held-out text costs a run's model."""
+
+import argparse
+import json
+import sys
+
+from k3jax.train.run_dir import RunRefused
+from launch import session
+
+HELP = "Measures a run's model on its held-out text. Changes nothing in the run's directory."
+EXAMPLE = "k3 eval --workdir=runs/mine --json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this verb's options."""
+    session.add_run_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluates and prints; returns the exit status."""
+    session.configure_logging()
+    try:
+        loaded = session.load_run(args.workdir, args.step)
+    except ValueError as error:  # its lines are for the user, and may be several
+        print(f"k3 eval: error: {error}", file=sys.stderr)
+        return 2
+
+    from k3jax.data import load_dataset
+    from k3jax.train.evaluate import evaluate
+    from k3jax.train.step import make_eval_step
+
+    dataset = load_dataset(loaded.config.data)
+    trained_on = json.loads(loaded.run.versions.read_text()).get("corpus") if loaded.run.versions.exists() else None
+    if trained_on != dataset.fingerprint:
+        print("k3: the text is not what this run was trained with: the split may differ", file=sys.stderr)
+    result = evaluate(make_eval_step(loaded.config, loaded.mesh), loaded.variables, dataset, loaded.mesh)
+    if result is None:
+        raise RunRefused(f"{loaded.run.path}: no held-out text; DataConfig.heldout_fraction was too small")
+    if args.json:
+        print(json.dumps({"step": loaded.step, **result._asdict()}))
+        return 0
+    print(f"step {loaded.step}, {result.targets:,} held-out targets, {dataset.heldout.num_bytes:,} bytes")
+    print(f"loss      {result.loss:.6f} nats a target")
+    if result.bits_per_byte is not None:
+        print(f"          {result.bits_per_byte:.6f} bits a byte")
+    print(f"accuracy  {result.accuracy:.4%}")
+    return 0

@@ -1,0 +1,72 @@
+"""`k3 generate`: continues a prompt with a run's model."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+
+from launch import session
+
+HELP = "Continues a prompt with a run's model, one token at a time."
+EXAMPLE = 'k3 generate --workdir=runs/mine --prompt="def " --max_tokens=200'
+
+REPLACEMENT = "\ufffd"  # what a decoder writes for half a character
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this verb's options."""
+    session.add_run_arguments(parser)
+    parser.add_argument("--prompt", default="", help="the text to continue; empty starts a document")
+    parser.add_argument("--max_tokens", type=int, default=200, metavar="N", help="the most to generate (200)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="0 takes the most probable token (0.8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates and prints as it goes; returns the exit status."""
+    session.configure_logging()
+    try:
+        loaded = session.load_run(args.workdir, args.step, devices=1)
+    except ValueError as error:  # its lines are for the user, and may be several
+        print(f"k3 generate: error: {error}", file=sys.stderr)
+        return 2
+
+    from k3jax.data import load_tokenizer
+    from k3jax.models.generate import generate_tokens
+
+    config = loaded.config
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.document_token)
+    opening = [] if tokenizer.document_token is None else [tokenizer.document_token]
+    prompt = [*opening, *map(int, tokenizer.encode([args.prompt.encode()])[0])]
+    tokens = generate_tokens(
+        config.model, loaded.variables, prompt, args.max_tokens,
+        max_window=config.data.seq_len, num_ids=tokenizer.vocab_size, temperature=args.temperature, seed=args.seed,
+    )  # fmt: skip
+    print(args.prompt, end="", flush=True)
+    for text in stream_text(tokenizer, tokens):
+        print(text, end="", flush=True)
+    print()
+    return 0
+
+
+def stream_text(tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """Text as its tokens arrive, up to the end of the document; whole characters only.
+
+    Args:
+        tokenizer: a k3jax.data.Tokenizer.
+        tokens: ids, one after the other.
+    Yields:
+        Pieces of the text.
+    """
+    ids: list[int] = []
+    printed = 0
+    for token in tokens:
+        if token == tokenizer.document_token:
+            break
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith(REPLACEMENT):  # the rest of the character may be on its way
+            yield text[printed:]
+            printed = len(text)
+    yield tokenizer.decode(ids)[printed:]

@@ -1,0 +1,75 @@
+"""`k3 train`: trains a model, or goes on where a run stopped."""
+
+import argparse
+import pathlib
+import signal
+import sys
+
+from k3jax.config import Config
+from k3jax.train.run_dir import Claim, RunRefused, new_workdir
+from launch import configure, session
+
+HELP = "Trains a model. With the --workdir of a run that was stopped or killed, goes on where it was."
+EXAMPLE = "k3 train --gin_file=experiments/quickstart.gin --workdir=runs/mine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this verb's options."""
+    configure.add_config_arguments(parser)
+    parser.add_argument(
+        "--workdir",
+        metavar="DIR",
+        help="the run's directory, new or that of the same run; by default a new one under runs/. "
+        "Without --gin_file, the run's own configuration is used",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; returns the exit status: 0 finished, 1 stopped by an error, 2 refused, 128 + N after signal N."""
+    if not args.gin_file and not args.print_config:
+        own = pathlib.Path(args.workdir or "") / "config.gin"
+        if args.workdir is None or not own.is_file():
+            files = " ".join(str(file) for file in configure.experiment_files())
+            print(f"k3 train: error: no configuration; give --gin_file=F, such as {files}", file=sys.stderr)
+            return 2
+        args.gin_file = [str(own)]
+    loaded = configure.from_arguments(args)
+    if args.print_config:
+        print(loaded.operative, end="")
+        return 0
+    from k3jax.train.mesh import check_mesh
+
+    check_mesh(loaded.config.mesh)
+    workdir = args.workdir or new_workdir(pathlib.Path(args.gin_file[-1]).stem)
+    try:
+        with Claim(workdir, loaded.config) as claim:
+            return _train(loaded.config, claim)
+    except RunRefused as error:
+        print(f"k3 train: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(config: Config, claim: Claim) -> int:
+    path = claim.run.path
+    if claim.status == "finished":
+        print(f"{path} is finished: {config.train.steps} steps; report: {path / 'report.html'}")
+        return 0
+    for change in claim.changes:
+        print(f"changed for the rest of the run: {change}")
+    print(f"run directory: {path}", flush=True)
+    session.configure_logging()
+
+    from k3jax.checkpoint.manager import CheckpointMismatch
+    from k3jax.train.loop import RunError, train
+
+    try:
+        outcome = train(config, claim)
+    except (RunError, CheckpointMismatch) as error:
+        print(f"k3 train: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, CheckpointMismatch) else 1
+    if outcome.status == "stopped":
+        name = signal.Signals(outcome.signal).name
+        print(f"stopped at step {outcome.step} by {name}, saved; to go on: k3 train --workdir={path}")
+        return 128 + outcome.signal
+    print(f"finished: {outcome.step} steps; report: {path / 'report.html'}")
+    return 0

@@ -1,0 +1,299 @@
+"""The loop in one process: a run that crashes anywhere and resumes is the run that never did, to the bit."""
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from k3jax.checkpoint.manager import Checkpoints
+from k3jax.config import ConfigError, TrainConfig
+from k3jax.train import loop
+from k3jax.train.loop import RunError, train
+from k3jax.train.mesh import make_mesh
+from k3jax.train.metrics import TIMING_FIELDS, read_metrics
+from k3jax.train.run_dir import Claim
+from k3jax.train.state import abstract_state
+from tests.train.tiny_run import tiny_config, write_text
+
+
+class Crash(BaseException):
+    """Stands for the end of the process."""
+
+
+@functools.cache
+def _compiled(make, config, mesh):
+    return make(config, mesh)
+
+
+def _once(make):
+    """The same compiled step for all runs of this file that compute the same."""
+
+    def cached(config, mesh):
+        train_config = TrainConfig(steps=config.train.steps, num_microbatches=config.train.num_microbatches)
+        return _compiled(make, dataclasses.replace(config, train=train_config), mesh)
+
+    return cached
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_compilation():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_train_step", _once(loop.make_train_step))
+        patch.setattr(loop, "make_eval_step", _once(loop.make_eval_step))
+        patch.setattr(loop, "make_state", _kept_state(loop.make_state))
+        patch.setattr(loop, "abstract_state", _abstract)
+        report = types.ModuleType("k3jax.train.report")
+        report.write_report = lambda workdir: (workdir / "report.html").write_text("report")
+        patch.setitem(sys.modules, "k3jax.train.report", report)
+        yield
+
+
+def _kept_state(make):
+    kept = functools.cache(lambda config, mesh: jax.device_get(make(config, mesh)))
+
+    def placed(config, mesh):
+        return jax.tree.map(
+            lambda x, y: jax.device_put(x, y.sharding), kept(config, mesh), abstract_state(config, mesh)
+        )
+
+    return placed
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def config(text):
+    return tiny_config(text)
+
+
+def run(workdir, config):
+    with Claim(workdir, config) as claim:
+        return train(config, claim)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, config, one_compilation):
+    """A run from start to end."""
+    workdir = tmp_path_factory.mktemp("reference") / "run"
+    assert run(workdir, config).status == "finished"
+    return workdir
+
+
+def final(workdir, config):
+    """Everything that must be equal: the last checkpoint, and the metrics but for timing."""
+    with Checkpoints(workdir / "checkpoints", keep=None) as checkpoints:
+        state, values = checkpoints.restore(config.train.steps, _abstract(config, make_mesh(config.mesh)))
+    values.pop("config")
+    leaves = [(jax.tree_util.keystr(path), np.asarray(x)) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    records = [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(workdir / "metrics.jsonl")]
+    return {name: (x.dtype, x.tobytes()) for name, x in leaves}, values, records
+
+
+def assert_same_run(workdir, reference, config):
+    got, want = final(workdir, config), final(reference, config)
+    assert got[0] == want[0], [name for name in want[0] if got[0].get(name) != want[0][name]]
+    assert got[1] == want[1]
+    assert got[2] == want[2]
+
+
+def at_step(monkeypatch, number, action):
+    """Does something when a step has been computed, before the loop knows."""
+    make = loop.make_train_step
+
+    def wrapped(config, mesh):
+        step = make(config, mesh)
+
+        def train_step(state, batch):
+            result = step(state, batch)
+            if int(result[0].step) == number:
+                action()
+            return result
+
+        return train_step
+
+    monkeypatch.setattr(loop, "make_train_step", wrapped)
+
+
+def crash():
+    raise Crash
+
+
+def test_a_run_directory_explains_itself(reference, config):
+    assert {p.name for p in reference.iterdir()} == {
+        ".lock", "config.gin", "config.json", "versions.json", "parameters.txt", "metrics.jsonl", "checkpoints",
+        "tensorboard", "report.html", "summary.json",
+    }  # fmt: skip
+    assert sorted(os.listdir(reference / "checkpoints")) == ["12", "8"]  # keep_checkpoints = 2
+    table = (reference / "parameters.txt").read_text()
+    assert "embed" in table and "257x32" in table
+    size = sum(x.size for x in jax.tree.leaves(abstract_state(config, make_mesh(config.mesh)).params))
+    assert f"{size:,} trained values" in table
+    summary = json.loads((reference / "summary.json").read_text())
+    assert summary["step"] == 12 and 0 < summary["eval_bits_per_byte"] < 8
+
+
+def test_metrics_of_a_run(reference):
+    records = read_metrics(reference / "metrics.jsonl")
+    training = [r for r in records if "loss" in r]
+    assert [r["step"] for r in training] == [1, 2, 4, 6, 8, 10, 12]
+    assert [r["step"] for r in records if "eval_loss" in r] == [5, 10, 12]
+    assert [r["step"] for r in records] == sorted(r["step"] for r in records)
+    first, last = training[0], training[-1]
+    # A fresh model guesses evenly among 257 tokens.
+    assert first["loss"] == pytest.approx(np.log(257), abs=0.1)
+    assert last["loss"] < first["loss"] - 0.2
+    assert last["tokens"] > 11 * 8 * 32 * 0.9 and last["skipped"] == 0
+    for r in training:
+        # Two of four experts for every token: the loads of the one MoE layer add up to twice the step's tokens.
+        (load,) = r["load"].values()
+        assert len(load) == 4 and sum(load) % 2 == 0 and 0 < sum(load) <= 2 * 8 * 32
+        assert r["max_violation"] == pytest.approx(max(load) / (sum(load) / 4) - 1)
+    assert "tokens_per_second" not in first  # it was compiled
+    assert all(r["step_seconds"] > 0 and r["tokens_per_second"] > 0 for r in training[1:])
+    evaluation = records[-1]
+    assert evaluation["eval_bits_per_byte"] == pytest.approx(evaluation["eval_loss"] / np.log(2), rel=0.05)
+
+
+@pytest.mark.parametrize("step", [1, 4, 7, 12])
+def test_crashed_and_resumed_is_never_crashed(tmp_path, config, reference, monkeypatch, step):
+    with monkeypatch.context() as patch:
+        at_step(patch, step, crash)
+        with pytest.raises(Crash):
+            run(tmp_path / "run", config)
+    with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 12, "loss": 0.1')  # what a kill may leave
+    assert run(tmp_path / "run", config) == loop.Outcome("finished", 12)
+    assert_same_run(tmp_path / "run", reference, config)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_after_the_step_saves_and_resumes(tmp_path, config, reference, monkeypatch, number):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, lambda: os.kill(os.getpid(), number))
+        assert run(tmp_path / "run", config) == loop.Outcome("stopped", 6, number)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert "6" in os.listdir(tmp_path / "run" / "checkpoints")
+    assert run(tmp_path / "run", config).status == "finished"
+    assert_same_run(tmp_path / "run", reference, config)
+
+
+@pytest.mark.parametrize("step", [5, 12])
+def test_a_signal_while_evaluating_stops_at_once(tmp_path, config, reference, monkeypatch, step):
+    batches = []
+
+    def interrupted(make):
+        def wrapped(config, mesh):
+            evaluate = make(config, mesh)
+
+            def eval_step(variables, batch):
+                if not batches and read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"] >= step - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    batches.append(batch)
+                return evaluate(variables, batch)
+
+            return eval_step
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_eval_step", interrupted(loop.make_eval_step))
+        assert run(tmp_path / "run", config) == loop.Outcome("stopped", step, signal.SIGTERM)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    # The evaluation that was given up is made up for, so that the metrics are the same.
+    assert run(tmp_path / "run", config).status == "finished"
+    assert_same_run(tmp_path / "run", reference, config)
+
+
+def test_a_signal_before_the_first_step_loses_nothing(tmp_path, config, reference, monkeypatch):
+    make = loop.make_state
+
+    def slow(*args):
+        os.kill(os.getpid(), signal.SIGTERM)  # as while it compiles
+        return make(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_state", slow)
+        assert run(tmp_path / "run", config) == loop.Outcome("stopped", 0, signal.SIGTERM)
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["0"]
+    assert run(tmp_path / "run", config).status == "finished"
+    assert_same_run(tmp_path / "run", reference, config)
+
+
+def test_how_often_is_evaluated_logged_and_saved_changes_no_bit(tmp_path, text, config, reference):
+    other = tiny_config(text, eval_every=1, log_every=5, checkpoint_every=3)
+    run(tmp_path / "run", other)
+    got, want = final(tmp_path / "run", other), final(reference, config)
+    assert got[:2] == want[:2]
+    heldout = [{r["step"]: r["eval_loss"] for r in records if "eval_loss" in r} for records in (got[2], want[2])]
+    assert len(heldout[0]) == 12
+    assert heldout[0].items() >= heldout[1].items()
+
+
+def test_a_failed_save_stops_the_run_in_one_line(tmp_path, config, reference, monkeypatch):
+    from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath as Temporary
+
+    finalize = Temporary.finalize
+
+    async def full(self, *args, **kwargs):
+        if "/8." in str(self.get()):
+            raise OSError(28, "No space left on device")
+        return await finalize(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Temporary, "finalize", full)
+        with pytest.raises(RunError, match=r"checkpoints/8 could not be saved: .*No space left") as caught:
+            run(tmp_path / "run", config)
+    assert "newest complete checkpoint is of step 4" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert run(tmp_path / "run", config).status == "finished"
+    assert_same_run(tmp_path / "run", reference, config)
+
+
+def nonfinite_steps(monkeypatch, steps):
+    """Makes the loop believe that these steps were skipped."""
+    make = loop.make_train_step
+
+    def wrapped(config, mesh):
+        step = make(config, mesh)
+
+        def train_step(state, batch):
+            state, metrics = step(state, batch)
+            if int(state.step) in steps:
+                metrics = metrics | {"nonfinite": np.array(True), "loss": np.array(np.nan)}
+            return state, metrics
+
+        return train_step
+
+    monkeypatch.setattr(loop, "make_train_step", wrapped)
+    monkeypatch.setattr(loop, "explain_nonfinite", lambda config, state, batch: "layer 2 (MLA) went bad")
+
+
+def test_too_many_nonfinite_steps_in_a_row_stop_the_run(tmp_path, text, monkeypatch, capsys):
+    config = tiny_config(text, max_nonfinite_steps=3)
+    nonfinite_steps(monkeypatch, {2, 4, 5, 7, 8, 9})
+    with pytest.raises(
+        RunError, match=r"at step 9, 3 in a row .*max_nonfinite_steps.*layer 2 \(MLA\) went bad"
+    ) as caught:
+        run(tmp_path / "run", config)
+    assert "\n" not in str(caught.value)
+    assert "step 2: not finite, so skipped (1 in all): layer 2 (MLA) went bad" in capsys.readouterr().out
+    records = {r["step"]: r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r}
+    assert [records[step]["skipped"] for step in (1, 2, 4, 6, 8)] == [0, 1, 2, 3, 5]
+    assert records[2]["loss"] is None  # NaN is no JSON
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path, text):
+    config = tiny_config(text, model={"vocab_size": 256})
+    with pytest.raises(ConfigError, match=r"ModelConfig\.vocab_size = 256: .* set it to 257"):
+        run(tmp_path / "run", config)
