@@ -99,7 +99,7 @@ def _overview(run: _Run) -> Section:
     fact("tokens", run.last("tokens"), _count, "trained on")
     fact("time", _seconds(run), _duration, "steps and evaluation")
     speed = run.series("tokens_per_second")
-    fact("throughput", float(np.median(speed.values)) if speed else None, _count, "tokens per second, median")
+    fact("throughput", float(np.median(speed.values)) if speed else None, "{:,.0f}".format, "tokens per second, median")
     mfu = run.series("mfu")
     fact("MFU", float(np.median(mfu.values)) if mfu else None, "{:.1%}".format, "of the peak, median")
     fact("MaxVio", _at_end(run.series("max_violation")), "{:.3f}".format, "mean of layers, last tenth of the run")

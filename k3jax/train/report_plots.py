@@ -50,7 +50,10 @@ def loss_curves(loss: Series, heldout_loss: Series, bits: Series, heldout_bits: 
         if heldout:
             axis.plot(*heldout, color=HELDOUT, marker="o", markersize=4.5, label="held out", zorder=4)
             end = heldout.steps[-1], heldout.values[-1]
-            axis.annotate(f"{end[1]:.3f}", end, (4, 5), textcoords="offset points", color=HELDOUT, ha="center")
+            axis.annotate(
+                f"{end[1]:.3f}", end, (4, 8), textcoords="offset points", color=HELDOUT, ha="center", zorder=5,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
+            )  # fmt: skip
         axis.set(title=title, ylabel=unit)
         axis.legend(loc="upper right")
     if len(panels) > 1:
@@ -169,7 +172,10 @@ def violation_curves(by_layer: dict[int, Series], mean: Series, worst: Series, r
         line(mean, color=INK, linewidth=2.0, linestyle=(0, (4, 1.5)), label="mean of layers")
     axis.set(title=f"MaxVio by layer, balancing: {rule}", ylabel="busiest expert / mean load - 1")
     log_scale(axis)
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if many or not by_layer:
+        axis.legend(loc="upper right")
+    else:
+        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     if many:
         _violation_map(figure, axes[1], by_layer)
     label_steps(axes[-1])

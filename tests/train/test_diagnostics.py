@@ -13,6 +13,7 @@ from k3jax.models import KimiK3, init_variables
 from k3jax.train import diagnostics as module
 from k3jax.train.balance import layer_values
 from k3jax.train.diagnostics import collect_diagnostics, half_life_quantile, read_diagnostics, write_diagnostics
+from k3jax.train.mesh import make_mesh, replicated
 
 J, K, T = 2, 4, 12
 
@@ -197,6 +198,14 @@ def test_quantiles_follow_the_histogram():
 def test_only_so_many_tokens_are_read(monkeypatch):
     monkeypatch.setattr(module, "MAX_TOKENS", 5)
     assert collect_diagnostics(ONE_LAYER, variables_of(ONE_LAYER, 0.0), padded_batch()).tokens == 9
+
+
+def test_parameters_on_every_device_give_the_same():
+    variables = variables_of(ONE_LAYER, 0.0)
+    alone = collect_diagnostics(ONE_LAYER, variables, padded_batch())
+    on_all = jax.device_put(variables, replicated(make_mesh(MeshConfig())))
+    spread = collect_diagnostics(ONE_LAYER, on_all, padded_batch())
+    np.testing.assert_array_equal(spread.decay_counts_NJX, alone.decay_counts_NJX)
 
 
 def test_a_file_gives_back_what_was_written(tmp_path):

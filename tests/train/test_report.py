@@ -175,7 +175,7 @@ def test_headline_numbers(full):
     assert "held-out loss 1.0000 nats per token, step 100" in text
     assert f"held-out bits per byte {1 / math.log(2):.3f} step 100" in text
     assert "tokens 50k trained on" in text
-    assert "throughput 1k tokens per second, median" in text
+    assert "throughput 1,000 tokens per second, median" in text
     assert "MFU 20.0%" in text
     assert "time 1 min 00 s" in text  # 100 steps of half a second and two evaluations of five
     assert "steps 100 of 100" in text and "steps skipped 1 " in text
@@ -295,3 +295,15 @@ def test_small_helpers():
     assert [report_inside.format_tokens(x) for x in (0.139, 3.21, 150, 12_000)] == ["0.14", "3.2", "150", "12k"]
     assert not Series(np.zeros(0), np.zeros(0)) and Series(np.zeros(1), np.zeros(1))
     assert report._series([(1, 2.0), (2, None), (3, math.inf), (4, 1)]).steps.tolist() == [1, 4]
+
+
+def test_many_layers_become_rows_of_a_heat_map():
+    steps = np.array([1.0, 10, 20])
+    by_layer = {n: Series(steps, np.full(3, 0.1 * n)) for n in range(2, 22)}
+    figure = report_plots.violation_curves(by_layer, Series(steps, np.ones(3)), Series(steps, 2 * np.ones(3)), "none")
+    shown = next(image.get_array() for axis in figure.axes for image in axis.images)
+    np.testing.assert_allclose(shown, 0.1 * np.arange(2, 22)[:, None] * np.ones(3))
+    found = made_up_diagnostics(tiny(num_layers=20, kda_per_mla=None, last_layer="by_ratio"))
+    assert len(found.kda_layers) == 20
+    mesh = report_inside.half_lives(found, 0.139, 64).axes[0].collections[0].get_array()
+    assert mesh.shape == (20, 82) and np.allclose(mesh.sum(1), 1)
