@@ -18,6 +18,7 @@ from k3jax.models.accounting import count_parameters, train_flops_per_token
 from k3jax.train import run_dir
 from k3jax.train.balance import layer_values
 from k3jax.train.diagnose import explain_nonfinite
+from k3jax.train.diagnostics import write_diagnostics
 from k3jax.train.evaluate import evaluate
 from k3jax.train.mesh import check_batch, make_mesh, shard_batch
 from k3jax.train.metrics import MetricsLog, bits_per_byte, load_interval, peak_flops, read_metrics, violations
@@ -282,6 +283,9 @@ class _Training:
 
         self.checkpoints.wait()
         self.log.sync()
+        share = jax.process_index(), jax.process_count()
+        batches = self.dataset.heldout_batches(*share) if self.dataset.heldout.num_rows else self.batches
+        write_diagnostics(self.run_dir.path, self.config, self.state.variables, next(batches))
         write_report(self.run_dir.path)
         records = read_metrics(self.run_dir.metrics)
         summary: dict[str, Any] = {}

@@ -49,19 +49,21 @@ def one_compilation():
         patch.setattr(loop, "make_eval_step", _once(loop.make_eval_step))
         patch.setattr(loop, "make_state", _kept_state(loop.make_state))
         patch.setattr(loop, "abstract_state", _abstract)
+        patch.setattr(loop, "write_diagnostics", lambda workdir, config, variables, batch: None)
         report = types.ModuleType("k3jax.train.report")
         report.write_report = lambda workdir: (workdir / "report.html").write_text("report")
         patch.setitem(sys.modules, "k3jax.train.report", report)
         yield
 
 
+_abstract = functools.cache(abstract_state)
+
+
 def _kept_state(make):
     kept = functools.cache(lambda config, mesh: jax.device_get(make(config, mesh)))
 
     def placed(config, mesh):
-        return jax.tree.map(
-            lambda x, y: jax.device_put(x, y.sharding), kept(config, mesh), abstract_state(config, mesh)
-        )
+        return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), kept(config, mesh), _abstract(config, mesh))
 
     return placed
 
