@@ -1,10 +1,11 @@
 """The routed experts of a layer: each token through its own few gated MLPs, none dropped.
 
-Rows in expert order, times their expert's matrices, is a grouped product. On a TPU `jax.lax.ragged_dot` is a kernel for
-it. Elsewhere that operation costs as much as a dense product with every expert, and the rows go through tiles of
-one expert each: gate, up, activation and down while the tile is in cache. Rows of a tile past its expert's end are
-computed and discarded, less than one tile an expert; an expert without tokens costs nothing and its gradient is exactly
-zero. Which of the two is decided when a program is lowered, by the platform it is lowered for.
+Rows in expert order, times their expert's matrices, is a grouped product. On a TPU `jax.lax.ragged_dot` is a kernel
+for it, though its gradient to the matrices is not one, and goes through tiles there too. Elsewhere that operation
+costs as much as a dense product with every expert, and the rows go through tiles of one expert each: gate, up,
+activation and down while the tile is in cache. Rows of a tile past its expert's end are computed and discarded, less
+than one tile an expert; an expert without tokens costs nothing and its gradient is exactly zero. Which of the two is
+decided when a program is lowered, by the platform it is lowered for.
 
 Memory grows with the rows, T * S, not with the number of experts.
 """
@@ -140,7 +141,8 @@ def _ragged(activation, x_TL, dispatch, experts):
 
 def _ragged_bwd(activation, x_TL, dispatch, experts, hidden, g_ML):
     def transposed(x_MD, w_EDF, g_MF):
-        return jax.vjp(lambda x, w: _ragged_dot(x, w, dispatch.group_sizes_E), x_MD, w_EDF)[1](g_MF)
+        dx_MD = jax.vjp(lambda x_MD: _ragged_dot(x_MD, w_EDF, dispatch.group_sizes_E), x_MD)[1](g_MF)[0]
+        return dx_MD, _tiled_outer(x_MD, g_MF, dispatch)
 
     x_ML = to_experts(x_TL, dispatch)
     hidden_MF, through_activation = jax.vjp(activation, *hidden)
@@ -156,6 +158,22 @@ def _ragged_dot(x_MD, w_EDF, sizes_E):
         x_MD, w_EDF, sizes_E, precision=_precision(x_MD.dtype), preferred_element_type=_wide(x_MD.dtype)
     )
     return y_MF.astype(x_MD.dtype)
+
+
+def _tiled_outer(x_MD, g_MF, dispatch):
+    """The sum of x g^T over each expert's rows.
+
+    `ragged_dot`'s own derivative masks a dense product with all rows, once an expert. The sum is read and written with
+    every tile and at full size no cache holds it: tiles are as long as a mean expert has rows, within bounds.
+    """
+
+    def tile(rows, one, nothing, d_DF):
+        return nothing, d_DF + _wide_dot(rows.get(x_MD), rows.get(g_MF), (0, 0))
+
+    zero = _varying(jnp.zeros((x_MD.shape[1], g_MF.shape[1]), _wide(x_MD.dtype)), x_MD)
+    mean = max(x_MD.shape[0] // dispatch.group_sizes_E.shape[0], 1)
+    length = min(max(1 << (mean.bit_length() - 1), _TILE), 8 * _TILE)
+    return _over_tiles(tile, (), zero, dispatch, (), length)[1].astype(x_MD.dtype)
 
 
 def _tiled(activation, x_TL, dispatch, experts):
@@ -225,13 +243,13 @@ class _Rows(NamedTuple):
         return lax.dynamic_slice_in_dim(array, self.at, self.mine_M.shape[0])
 
 
-def _over_tiles(tile, carry, own, dispatch, experts):
+def _over_tiles(tile, carry, own, dispatch, experts, length=_TILE):
     """Runs `tile(rows, one, carry, own) -> (carry, own)` over every tile of every expert.
 
     `carry` goes through all of them, `own` starts anew with each expert and is stacked.
     """
     M = dispatch.slot_M.shape[0]
-    length = min(_TILE, M)
+    length = min(length, M)
 
     def expert(carry, matrices_and_bounds):
         one, start, end = matrices_and_bounds
