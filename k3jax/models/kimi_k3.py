@@ -5,11 +5,13 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from k3jax.config import ModelConfig
 from k3jax.models.depth import Depth, append, reserve, source_mask
 from k3jax.models.plan import Run, Stage, plan_layers
 from k3jax.nn.attention_residual import depth_mix
+from k3jax.nn.initial import initial_leaf, parameter
 from k3jax.nn.layer import DecoderLayer, LayerKind
 from k3jax.nn.linear import record
 from k3jax.ops.norms import rms_norm
@@ -70,9 +72,8 @@ class KimiK3(nn.Module):
             shapes = tokens_BT.shape, None if segment_ids_BT is None else segment_ids_BT.shape
             raise ValueError(f"KimiK3: tokens and segment ids must both be [B, T], got {shapes[0]} and {shapes[1]}")
         dtype = compute_dtype(c)
-        normal, ones = nn.initializers.normal(c.init_std), nn.initializers.ones
-        embed_WD = self.param("embed", normal, (c.vocab_size, c.hidden_size))
-        head_DW = self.param("head", normal, (c.hidden_size, c.vocab_size))
+        embed_WD = parameter(self, "embed", (c.vocab_size, c.hidden_size))
+        head_DW = parameter(self, "head", (c.hidden_size, c.vocab_size))
 
         x_BTD = jnp.take(embed_WD, tokens_BT, axis=0).astype(dtype)
         depth = Depth(None, partial_BTD=x_BTD) if c.attn_res == "none" else Depth(x_BTD[:, :, None])
@@ -82,7 +83,7 @@ class KimiK3(nn.Module):
             x_BTD = depth.partial_BTD
         else:
             x_BTD = depth_mix(self, "output_res", depth.memory_BTRD, None, None, c.rms_norm_eps)
-        x_BTD = rms_norm(x_BTD, self.param("final_norm", ones, (c.hidden_size,)), c.rms_norm_eps)
+        x_BTD = rms_norm(x_BTD, parameter(self, "final_norm", (c.hidden_size,)), c.rms_norm_eps)
         record(self, "final_norm_out", x_BTD)
         if output == "hidden":
             return x_BTD
@@ -93,16 +94,16 @@ class KimiK3(nn.Module):
         )  # fmt: skip
 
     def _stage(self, name: str, stage: Stage, depth: Depth, segment_ids_BT: jax.Array | None, dtype) -> Depth:
-        """Declares a stage's variables and runs its blocks, scanned where there are several."""
+        """Runs a stage's blocks, scanned where there are several; while initialising, declares its variables only."""
         c = self.config
         if self.is_initializing():
             fresh = _init_stage(c, stage, self.make_rng("params"), dtype)
             for collection, tree in fresh.items():
                 self.put_variable(collection, name, tree)
+            return depth  # values are not needed yet, only variables
         params = self.get_variable("params", name)
         router = self.get_variable("router", name, {})
-        collections = () if self.is_initializing() else OUTPUT_COLLECTIONS
-        collections = tuple(x for x in collections if self.is_mutable_collection(x))
+        collections = tuple(x for x in OUTPUT_COLLECTIONS if self.is_mutable_collection(x))
         runner = _Runner(c, dtype, segment_ids_BT, collections)
 
         if stage.repeats == 1:
@@ -239,14 +240,33 @@ def _pick(outputs: Tree, collection: str) -> Tree:
     return {run: layers for run, layers in picked.items() if layers}
 
 
-def init_variables(config: ModelConfig, seed: int = 0) -> Tree:
-    """Fresh variables of `KimiK3(config)`: {"params": ..., "router": ...}, the same for the same seed.
+def init_variables(config: ModelConfig, seed: int = 0, sharding: jax.sharding.Sharding | None = None) -> Tree:
+    """Fresh variables of `KimiK3(config)`: {"params": ..., "router": ...}, the same bits for the same seed.
 
     Args:
         config: architecture.
         seed: of every parameter.
+        sharding: of every leaf; None = the default device.
     Returns:
         float32 parameters, and router biases of zero where the model has experts.
+    Source: spec §1.5.
     """
-    model, tokens = KimiK3(config), jnp.zeros((1, 1), jnp.int32)
-    return jax.jit(model.init)(jax.random.key(seed), tokens)
+
+    def fill(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        keys = tuple(key.key for key in path)
+        if keys[0] == "router":
+            return jax.device_put(np.zeros(leaf.shape, np.float32), sharding)
+        return initial_leaf(config, seed, keys[1:], leaf.shape, sharding)
+
+    return jax.tree_util.tree_map_with_path(fill, variable_shapes(config))
+
+
+def variable_shapes(config: ModelConfig) -> Tree:
+    """The tree of `init_variables` as shapes and dtypes; nothing is computed.
+
+    Args:
+        config: architecture.
+    Returns:
+        jax.ShapeDtypeStruct in place of every array.
+    """
+    return jax.eval_shape(KimiK3(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))

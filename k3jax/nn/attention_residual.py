@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from k3jax.nn.initial import parameter
 from k3jax.nn.linear import record
 from k3jax.ops.attention_residual import attention_residual
 
@@ -32,8 +33,8 @@ def depth_mix(
     Source: spec §4.2.
     """
     D = memory_BTRD.shape[-1]
-    query_D = module.param(f"{name}_query", nn.initializers.zeros, (D,))
-    gain_D = module.param(f"{name}_gain", nn.initializers.ones, (D,))
+    query_D = parameter(module, f"{name}_query", (D,))
+    gain_D = parameter(module, f"{name}_gain", (D,))
     mix_BTD, weights_BTR = attention_residual(
         memory_BTRD, query_D, gain_D, partial_BTD=partial_BTD, mask_R=mask_R, eps=eps
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from k3jax.config import ModelConfig
 from k3jax.nn.attention_residual import depth_mix
+from k3jax.nn.initial import parameter
 from k3jax.nn.kda import KDA
 from k3jax.nn.linear import record
 from k3jax.nn.mla import MLA
@@ -65,12 +66,12 @@ class DecoderLayer(nn.Module):
             LayerOutput in the sources' dtype.
         """
         c = self.config
-        D, eps, ones = c.hidden_size, c.rms_norm_eps, nn.initializers.ones
+        D, eps = c.hidden_size, c.rms_norm_eps
 
         h_BTD = partial_BTD
         if memory_BTRD is not None:
             h_BTD = depth_mix(self, "mixer_res", memory_BTRD, partial_BTD, mask_R, eps)
-        h_BTD = rms_norm(h_BTD, self.param("mixer_norm", ones, (D,)), eps)
+        h_BTD = rms_norm(h_BTD, parameter(self, "mixer_norm", (D,)), eps)
         mixer = (KDA if self.kind.mixer == "kda" else MLA)(c, self.dtype, name=self.kind.mixer)
         mixer_out_BTD = mixer(h_BTD, segment_ids_BT)
         record(self, "mixer_out", mixer_out_BTD)
@@ -83,7 +84,7 @@ class DecoderLayer(nn.Module):
                 R = memory_BTRD.shape[2]
                 mask_R = jnp.append(mask_R[:R], True)
             h_BTD = depth_mix(self, "ffn_res", memory_BTRD, mixed_BTD, mask_R, eps)
-        h_BTD = rms_norm(h_BTD, self.param("ffn_norm", ones, (D,)), eps)
+        h_BTD = rms_norm(h_BTD, parameter(self, "ffn_norm", (D,)), eps)
         if self.kind.ffn == "dense":
             ffn_BTD = MLP(c, c.intermediate_size, self.dtype, name="mlp")(h_BTD)
         else:

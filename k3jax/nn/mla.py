@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.config import ModelConfig
+from k3jax.nn.initial import parameter
 from k3jax.nn.linear import project
 from k3jax.ops.mla_attention import mla_attention
 from k3jax.ops.norms import rms_norm, upcast
@@ -28,26 +29,25 @@ class MLA(nn.Module):
         c = self.config
         D, H, L, P = c.hidden_size, c.mla_num_heads, c.kv_lora_rank, c.qk_rope_head_dim
         K, V = c.qk_nope_head_dim, c.v_head_dim
-        normal, ones = nn.initializers.normal(c.init_std), nn.initializers.ones
 
         if c.q_lora_rank is None:
-            q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.param("q_proj", normal, (D, H, K + P)), self.dtype)
+            q_BTHK = project("BTD,DHK->BTHK", x_BTD, parameter(self, "q_proj", (D, H, K + P)), self.dtype)
         else:
-            q_BTR = project("BTD,DR->BTR", x_BTD, self.param("q_down", normal, (D, c.q_lora_rank)), self.dtype)
-            q_BTR = rms_norm(q_BTR, self.param("q_norm", ones, (c.q_lora_rank,)), c.mla_norm_eps)
-            q_up_RHK = self.param("q_up", normal, (c.q_lora_rank, H, K + P))
+            q_BTR = project("BTD,DR->BTR", x_BTD, parameter(self, "q_down", (D, c.q_lora_rank)), self.dtype)
+            q_BTR = rms_norm(q_BTR, parameter(self, "q_norm", (c.q_lora_rank,)), c.mla_norm_eps)
+            q_up_RHK = parameter(self, "q_up", (c.q_lora_rank, H, K + P))
             q_BTHK = project("BTR,RHK->BTHK", q_BTR, q_up_RHK, self.dtype)
 
-        latent_BTL = project("BTD,DL->BTL", x_BTD, self.param("kv_down", normal, (D, L + P)), self.dtype)
+        latent_BTL = project("BTD,DL->BTL", x_BTD, parameter(self, "kv_down", (D, L + P)), self.dtype)
         latent_BTL, k_rope_BTP = latent_BTL[..., :L], latent_BTL[..., L:]
-        latent_BTL = rms_norm(latent_BTL, self.param("kv_norm", ones, (L,)), c.mla_norm_eps)
-        kv_BTHK = project("BTL,LHK->BTHK", latent_BTL, self.param("kv_up", normal, (L, H, K + V)), self.dtype)
+        latent_BTL = rms_norm(latent_BTL, parameter(self, "kv_norm", (L,)), c.mla_norm_eps)
+        kv_BTHK = project("BTL,LHK->BTHK", latent_BTL, parameter(self, "kv_up", (L, H, K + V)), self.dtype)
 
         o_BTHV = mla_attention(
             q_BTHK[..., :K], q_BTHK[..., K:], kv_BTHK[..., :K], k_rope_BTP, kv_BTHK[..., K:],
             scale=(K + P) ** -0.5, segment_ids_BT=segment_ids_BT,
         )  # fmt: skip
         if c.mla_output_gate == "full_rank":
-            gate_BTHV = project("BTD,DHV->BTHV", x_BTD, self.param("gate_proj", normal, (D, H, V)), self.dtype)
+            gate_BTHV = project("BTD,DHV->BTHV", x_BTD, parameter(self, "gate_proj", (D, H, V)), self.dtype)
             o_BTHV = o_BTHV * nn.sigmoid(upcast(gate_BTHV))
-        return project("BTHV,HVD->BTD", o_BTHV, self.param("o_proj", normal, (H, V, D)), self.dtype)
+        return project("BTHV,HVD->BTD", o_BTHV, parameter(self, "o_proj", (H, V, D)), self.dtype)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.config import ModelConfig
+from k3jax.nn.initial import parameter
 from k3jax.nn.linear import project
 from k3jax.ops.situ import situ_glu, swiglu
 
@@ -31,8 +32,8 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        D, F, normal = self.config.hidden_size, self.width, nn.initializers.normal(self.config.init_std)
-        gate_BTF = project("BTD,DF->BTF", x_BTD, self.param("gate", normal, (D, F)), self.dtype)
-        up_BTF = project("BTD,DF->BTF", x_BTD, self.param("up", normal, (D, F)), self.dtype)
+        D, F = self.config.hidden_size, self.width
+        gate_BTF = project("BTD,DF->BTF", x_BTD, parameter(self, "gate", (D, F)), self.dtype)
+        up_BTF = project("BTD,DF->BTF", x_BTD, parameter(self, "up", (D, F)), self.dtype)
         hidden_BTF = activation(self.config, gate_BTF, up_BTF)
-        return project("BTF,FD->BTD", hidden_BTF, self.param("down", normal, (F, D)), self.dtype)
+        return project("BTF,FD->BTD", hidden_BTF, parameter(self, "down", (F, D)), self.dtype)

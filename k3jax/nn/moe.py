@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.config import ModelConfig
+from k3jax.nn.initial import parameter
 from k3jax.nn.linear import project, record
 from k3jax.nn.mlp import MLP, activation
 from k3jax.ops import balancing, quantile_balancing
@@ -35,32 +36,31 @@ class LatentMoE(nn.Module):
         c = self.config
         B, T, D = x_BTD.shape
         E, F, L = c.num_experts, c.moe_intermediate_size, c.moe_latent_size or c.hidden_size
-        normal = nn.initializers.normal(c.init_std)
         bias_E = self.variable("router", "bias", jnp.zeros, (E,), jnp.float32).value
 
         routing = route(
-            x_BTD.reshape(B * T, D), self.param("router", normal, (D, E)), bias_E, c.num_experts_per_token,
+            x_BTD.reshape(B * T, D), parameter(self, "router", (D, E)), bias_E, c.num_experts_per_token,
             routed_scaling_factor=c.routed_scaling_factor,
         )  # fmt: skip
         self._observe(routing, bias_E, segment_ids_BT)
 
         z_BTL = x_BTD
         if c.moe_latent_size is not None:
-            z_BTL = project("BTD,DL->BTL", x_BTD, self.param("latent_down", normal, (D, L)), self.dtype)
+            z_BTL = project("BTD,DL->BTL", x_BTD, parameter(self, "latent_down", (D, L)), self.dtype)
         u_TL = expert_mlp(
             z_BTL.reshape(B * T, L),
             routing.ids_TS,
             routing.weights_TS,
-            self.param("expert_gate", normal, (E, L, F)).astype(self.dtype),
-            self.param("expert_up", normal, (E, L, F)).astype(self.dtype),
-            self.param("expert_down", normal, (E, F, L)).astype(self.dtype),
+            parameter(self, "expert_gate", (E, L, F)).astype(self.dtype),
+            parameter(self, "expert_up", (E, L, F)).astype(self.dtype),
+            parameter(self, "expert_down", (E, F, L)).astype(self.dtype),
             functools.partial(activation, c),
         )
         y_BTD = u_TL.reshape(B, T, L)
         if c.moe_routed_norm:
-            y_BTD = rms_norm(y_BTD, self.param("routed_norm", nn.initializers.ones, (L,)), c.rms_norm_eps)
+            y_BTD = rms_norm(y_BTD, parameter(self, "routed_norm", (L,)), c.rms_norm_eps)
         if c.moe_latent_size is not None:
-            y_BTD = project("BTL,LD->BTD", y_BTD, self.param("latent_up", normal, (L, D)), self.dtype)
+            y_BTD = project("BTL,LD->BTD", y_BTD, parameter(self, "latent_up", (L, D)), self.dtype)
         if c.num_shared_experts > 0:
             y_BTD = y_BTD + MLP(c, c.num_shared_experts * F, self.dtype, name="shared")(x_BTD)
         record(self, "routing", routing._asdict())

@@ -1,12 +1,13 @@
 """All that training carries from step to step."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from k3jax.config import Config
-from k3jax.models import init_variables
+from k3jax.models.kimi_k3 import init_variables, variable_shapes
 from k3jax.train.mesh import replicated
 from k3jax.train.optimizer import OptimizerState, make_optimizer
 
@@ -45,8 +46,9 @@ def make_state(config: Config, mesh: jax.sharding.Mesh | None = None) -> TrainSt
     Returns:
         TrainState in float32.
     """
-    placed = None if mesh is None else replicated(mesh)
-    return jax.jit(lambda: _fresh(config), out_shardings=placed)()
+    sharding = None if mesh is None else replicated(mesh)
+    variables = init_variables(config.model, config.train.seed, sharding)
+    return jax.jit(functools.partial(_begin, config), donate_argnums=0, out_shardings=sharding)(variables)
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
@@ -58,12 +60,12 @@ def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
     Returns:
         TrainState of jax.ShapeDtypeStruct.
     """
-    shapes, sharding = jax.eval_shape(lambda: _fresh(config)), replicated(mesh)
+    shapes = jax.eval_shape(functools.partial(_begin, config), variable_shapes(config.model))
+    sharding = replicated(mesh)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
-def _fresh(config: Config) -> TrainState:
-    variables = init_variables(config.model, config.train.seed)
+def _begin(config: Config, variables: dict[str, Any]) -> TrainState:
     optimizer = make_optimizer(config.optim, config.train.steps)
 
     def zero() -> jax.Array:  # a buffer each: the step donates them one by one
