@@ -27,12 +27,44 @@ from k3jax.ops.kda_halving import (
     Scores,
     log_decay_gradient,
     matmul,
+    matmul_nt,
+    matmul_tn,
     pair_scores,
     pair_scores_gradient,
     pairwise_decays,
-    transposed,
     unit_lower_inverse,
 )
+
+# A group of chunks is worked on at once. Small enough, its temporaries stay in the cache and memory stays near the
+# size of the inputs; large enough, the products are worth their launch. TUNED
+GROUP_ELEMENTS = 2**18
+
+
+class Inputs(NamedTuple):
+    q_BTHK: jax.Array
+    k_BTHK: jax.Array
+    v_BTJV: jax.Array
+    g_BTJK: jax.Array
+    beta_BTJ: jax.Array
+
+
+class Sizes(NamedTuple):
+    """What is static: T = groups * group * chunk."""
+
+    scale: float
+    chunk: int  # tokens a chunk
+    group: int  # chunks a group
+    groups: int
+
+    def piece(self, arrays_BT, i):
+        """Group i of the tokens of one or more arrays."""
+        tokens = self.group * self.chunk
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * tokens, tokens, axis=1), arrays_BT)
+
+    def whole(self, pieces):
+        """[groups, B, tokens of a group, ...] -> [B, T, ...]."""
+        B_first = jnp.moveaxis(pieces, 0, 1)
+        return B_first.reshape(B_first.shape[0], -1, *B_first.shape[3:])
 
 
 class Chunks(NamedTuple):
@@ -74,90 +106,78 @@ def chunked(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scale,
 
     Source: spec §2.4, §2.6.
     """
-    return _chunked(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scale, chunk_size)
+    B, T, J, V = v_BTJV.shape
+    chunks = -(-T // chunk_size)
+    group = max(1, GROUP_ELEMENTS // (B * J * chunk_size * max(q_BTHK.shape[-1], V)))
+    groups = -(-chunks // group)
+    group = -(-chunks // groups)
+
+    def padded(x_BT, **mode):
+        padding = groups * group * chunk_size - T
+        return jnp.pad(x_BT, [(0, 0), (0, padding)] + [(0, 0)] * (x_BT.ndim - 2), **mode)
+
+    inputs = Inputs(*(padded(x) for x in (q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ)))
+    if run_BT is not None:
+        run_BT = padded(run_BT, mode="edge")
+    o_BTJV, final_state_BJKV = _chunked(inputs, state_BJKV, run_BT, Sizes(scale, chunk_size, group, groups))
+    return o_BTJV[:, :T], final_state_BJKV
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _chunked(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scale, chunk_size):
-    return _forward(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scale, chunk_size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunked(inputs: Inputs, state_BJKV, run_BT, sizes: Sizes):
+    return _forward(inputs, state_BJKV, run_BT, sizes)[0]
 
 
-def _forward(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scale, chunk_size):
-    chunks = cut(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV.dtype, scale, chunk_size)
-    intra = intra_chunk(chunks, document_masks(run_BT, chunk_size))
-    K = intra.k_end_CK.shape[-1]
-    reads_XK = jnp.concatenate([intra.k_start_CK, intra.q_start_CK], axis=-2)
-    writes_XC = jnp.concatenate([transposed(intra.k_end_CK), intra.qk_CC], axis=-2)
-    solve_CC = intra.inverse_CC * chunks.beta_C[..., None, :]
+def _forward(inputs: Inputs, state_BJKV, run_BT, sizes: Sizes):
+    C, K = sizes.chunk, inputs.q_BTHK.shape[-1]
 
-    def chunk(state_KV, inputs):
-        reads_XK, writes_XC, solve_CC, v_CV, decay_K = inputs
-        read_XV = matmul(reads_XK, state_KV)
-        added_CV = matmul(solve_CC, v_CV - read_XV[..., :chunk_size, :])
-        written_XV = matmul(writes_XC, added_CV)
-        o_CV = read_XV[..., chunk_size:, :] + written_XV[..., K:, :]
-        return decay_K[..., None] * state_KV + written_XV[..., :K, :], (o_CV, state_KV)
+    def group(state_KV, i):
+        chunks = cut(sizes.piece(inputs, i), state_KV.dtype, sizes)
+        intra = intra_chunk(chunks, document_masks(run_BT, i, sizes))
+        reads_XK = jnp.concatenate([intra.k_start_CK, intra.q_start_CK], axis=-2)
+        writes_XC = jnp.concatenate([jnp.swapaxes(intra.k_end_CK, -1, -2), intra.qk_CC], axis=-2)
+        solve_CC = intra.inverse_CC * chunks.beta_C[..., None, :]
 
-    inputs = reads_XK, writes_XC, solve_CC, chunks.v_CV, intra.decays.whole
-    final_state_BJKV, (o_CV, states_KV) = jax.lax.scan(chunk, state_BJKV, inputs)
-    o_BTJV = uncut(o_CV, v_BTJV.shape[1])
-    residuals = q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, run_BT, states_KV
-    return (o_BTJV, final_state_BJKV), residuals
+        def chunk(state_KV, x):
+            reads_XK, writes_XC, solve_CC, v_CV, decay_K = x
+            read_XV = matmul(reads_XK, state_KV)
+            added_CV = matmul(solve_CC, v_CV - read_XV[..., :C, :])
+            written_XV = matmul(writes_XC, added_CV)
+            o_CV = read_XV[..., C:, :] + written_XV[..., K:, :]
+            return decay_K[..., None] * state_KV + written_XV[..., :K, :], (o_CV, state_KV)
+
+        xs = reads_XK, writes_XC, solve_CC, chunks.v_CV, intra.decays.whole
+        state_KV, (o_CV, states_KV) = jax.lax.scan(chunk, state_KV, xs)
+        return state_KV, (uncut(o_CV), states_KV)
+
+    final_state_BJKV, (o, states_KV) = jax.lax.scan(group, state_BJKV, jnp.arange(sizes.groups))
+    return (sizes.whole(o), final_state_BJKV), (inputs, run_BT, states_KV)
 
 
-def _backward(scale, chunk_size, residuals, cotangents):
-    q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, run_BT, states_KV = residuals
+def _backward(sizes: Sizes, residuals, cotangents):
+    inputs, run_BT, states_KV = residuals
     do_BTJV, dfinal_state_BJKV = cotangents
-    T, dtype = v_BTJV.shape[1], states_KV.dtype
-    masks = document_masks(run_BT, chunk_size)
-    chunks = cut(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, dtype, scale, chunk_size)
-    do_CV = cut_time(do_BTJV.astype(dtype), chunk_size)
-    intra = intra_chunk(chunks, masks)
-    decays, beta_C1 = intra.decays, chunks.beta_C[..., None]
-    expected_CV = chunks.v_CV - matmul(intra.k_start_CK, states_KV)
-    added_CV = matmul(intra.inverse_CC, beta_C1 * expected_CV)
 
-    # Last chunk to first: d_solved is the gradient of beta X, d_state that of the state leaving the chunk.
-    reads_XK = jnp.concatenate([intra.q_start_CK, -beta_C1 * intra.k_start_CK], axis=-2)
-    d_added_CV = matmul(transposed(intra.qk_CC), do_CV)
+    def group(d_state_KV, x):
+        i, states_KV = x
+        piece = sizes.piece(inputs, i)
+        chunks = cut(piece, states_KV.dtype, sizes)
+        do_CV = cut_time(sizes.piece(do_BTJV, i).astype(states_KV.dtype), sizes.chunk)
+        masks = document_masks(run_BT, i, sizes)
+        d_chunks, d_state_KV = chunks_gradient(chunks, masks, states_KV, do_CV, d_state_KV)
+        H = piece.q_BTHK.shape[2]
+        grads = Inputs(
+            sum_heads(uncut(sizes.scale * d_chunks.q_CK), H),
+            sum_heads(uncut(d_chunks.k_CK), H),
+            uncut(d_chunks.v_CV),
+            uncut(d_chunks.g_CK),
+            uncut(d_chunks.beta_C[..., None])[..., 0],
+        )
+        return d_state_KV, jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, piece)
 
-    def chunk(d_state_KV, inputs):
-        reads_XK, k_end_CK, inverse_CC, do_CV, d_added_CV, decay_K = inputs
-        d_added_CV = d_added_CV + matmul(k_end_CK, d_state_KV)
-        d_solved_CV = matmul(transposed(inverse_CC), d_added_CV)
-        d_reads_XV = jnp.concatenate([do_CV, d_solved_CV], axis=-2)
-        d_entering_KV = decay_K[..., None] * d_state_KV + matmul(transposed(reads_XK), d_reads_XV)
-        return d_entering_KV, (d_solved_CV, d_state_KV)
-
-    inputs = reads_XK, intra.k_end_CK, intra.inverse_CC, do_CV, d_added_CV, decays.whole
-    d_state_BJKV, (d_solved_CV, d_states_KV) = jax.lax.scan(chunk, dfinal_state_BJKV, inputs, reverse=True)
-
-    d_v_CV = beta_C1 * d_solved_CV
-    d_reads_XK = matmul(jnp.concatenate([do_CV, -d_v_CV], axis=-2), transposed(states_KV))
-    d_q_start_CK, d_k_start_CK = d_reads_XK[..., :chunk_size, :], d_reads_XK[..., chunk_size:, :]
-    d_k_end_CK = matmul(added_CV, transposed(d_states_KV))
-    d_whole_K = decays.whole * jnp.sum(states_KV * d_states_KV, axis=-1)
-
-    d_scores_XC = matmul(jnp.concatenate([do_CV, d_solved_CV], axis=-2), transposed(added_CV))
-    d_qk_CC = jnp.tril(d_scores_XC[..., :chunk_size, :])
-    d_kk_CC = -jnp.tril(d_scores_XC[..., chunk_size:, :], -1)
-    if masks is not None:
-        d_qk_CC, d_kk_CC = masks.pair_CC * d_qk_CC, masks.pair_CC * d_kk_CC
-    d_beta_C = jnp.sum(d_solved_CV * expected_CV, axis=-1) + jnp.sum(d_kk_CC * intra.kk_CC, axis=-1)
-    d_scores = Scores(d_qk_CC, beta_C1 * d_kk_CC)
-    dq_CK, dk_CK, d_levels = pair_scores_gradient(d_scores, chunks.q_CK, chunks.k_CK, decays)
-
-    from_start, to_end = masked_decays(decays, masks)
-    dq_CK += d_q_start_CK * from_start
-    dk_CK += d_k_start_CK * from_start + d_k_end_CK * to_end
-    d_from_start_CK = d_q_start_CK * intra.q_start_CK + d_k_start_CK * intra.k_start_CK
-    dg_CK = log_decay_gradient(d_levels, d_from_start_CK, d_k_end_CK * intra.k_end_CK, d_whole_K)
-
-    H = q_BTHK.shape[2]
-    dq_BTHK, dk_BTHK = (sum_groups(uncut(x, T), H) for x in (scale * dq_CK, dk_CK))
-    grads = dq_BTHK, dk_BTHK, uncut(d_v_CV, T), uncut(dg_CK, T), uncut(d_beta_C[..., None], T)[..., 0]
-    primals = q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ
-    return (*(grad.astype(x.dtype) for grad, x in zip(grads, primals, strict=True)), d_state_BJKV, None)
+    xs = jnp.arange(sizes.groups), states_KV
+    d_state_BJKV, grads = jax.lax.scan(group, dfinal_state_BJKV, xs, reverse=True)
+    return jax.tree.map(sizes.whole, grads), d_state_BJKV, None
 
 
 _chunked.defvjp(_forward, _backward)
@@ -188,44 +208,88 @@ def masked_decays(decays: Decays, masks: Masks | None):
     return masks.from_start_C[..., None] * decays.from_start, masks.to_end_C[..., None] * decays.to_end
 
 
-def document_masks(run_BT, chunk_size) -> Masks | None:
-    """Masks from the number of each token's document (never falling along time), or None for one document a
-    row."""
+def document_masks(run_BT, i, sizes: Sizes) -> Masks | None:
+    """Masks of group i from the number of each token's document (0 first), or None for one document a row."""
     if run_BT is None:
         return None
-    run_BT = jnp.pad(run_BT, [(0, 0), (0, -run_BT.shape[1] % chunk_size)], mode="edge")
-    run_C = jnp.moveaxis(run_BT.reshape(run_BT.shape[0], -1, chunk_size), 1, 0)[:, :, None]  # [N, B, 1, C]
-    last = run_C[..., -1:]
-    before = jnp.pad(last[:-1], [(1, 0), (0, 0), (0, 0), (0, 0)])  # the first document's number is 0
+    before = jnp.pad(run_BT, [(0, 0), (1, 0)])  # the run of the token before: the first document's number is 0
+    run_C, before_C = (
+        cut_time(sizes.piece(x, i)[..., None, None], sizes.chunk)[..., 0] for x in (run_BT, before[:, :-1])
+    )
+    last, before = run_C[..., -1:], before_C[..., :1]
     masks = Masks(run_C == before, run_C == last, last == before, run_C[..., :, None] == run_C[..., None, :])
     return jax.tree.map(lambda x: x.astype(jnp.float32), masks)
 
 
-def cut(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, dtype, scale, chunk_size) -> Chunks:
-    groups = v_BTJV.shape[2] // q_BTHK.shape[2]
-    q_CK, k_CK, v_CV, g_CK, beta_C1 = (
-        cut_time(x.astype(dtype), chunk_size) for x in (q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ[..., None])
-    )
-    q_CK, k_CK = jnp.repeat(scale * q_CK, groups, axis=2), jnp.repeat(k_CK, groups, axis=2)
+def cut(inputs: Inputs, dtype, sizes: Sizes) -> Chunks:
+    heads = inputs.v_BTJV.shape[2] // inputs.q_BTHK.shape[2]
+    inputs = inputs._replace(beta_BTJ=inputs.beta_BTJ[..., None])
+    q_CK, k_CK, v_CV, g_CK, beta_C1 = (cut_time(x.astype(dtype), sizes.chunk) for x in inputs)
+    q_CK, k_CK = jnp.repeat(sizes.scale * q_CK, heads, axis=2), jnp.repeat(k_CK, heads, axis=2)
     # Sums of g must stay finite; exp is 0 long before this floor, in float64 too.
     return Chunks(q_CK, k_CK, v_CV, jnp.maximum(g_CK, -1e6), beta_C1[..., 0])
 
 
 def cut_time(x_BTJX, chunk_size):
-    """[B, T, J, X] -> [N, B, J, C, X]; the last chunk is filled with zeros, which KDA's tokens of k = beta =
-    g = 0 ignore."""
-    B, T, J, X = x_BTJX.shape
-    x_BTJX = jnp.pad(x_BTJX, [(0, 0), (0, -T % chunk_size), (0, 0), (0, 0)])
+    """[B, T, J, X] -> [N, B, J, C, X]."""
+    B, _, J, X = x_BTJX.shape
     return x_BTJX.reshape(B, -1, chunk_size, J, X).transpose(1, 0, 3, 2, 4)
 
 
-def uncut(x_NBJCX, T):
+def uncut(x_NBJCX):
     """Inverse of `cut_time`."""
     N, B, J, C, X = x_NBJCX.shape
-    return x_NBJCX.transpose(1, 0, 3, 2, 4).reshape(B, N * C, J, X)[:, :T]
+    return x_NBJCX.transpose(1, 0, 3, 2, 4).reshape(B, N * C, J, X)
 
 
-def sum_groups(x_BTJK, H):
+def sum_heads(x_BTJK, H):
     """Sum over the value heads that share a query/key head."""
     B, T, J, K = x_BTJK.shape
     return x_BTJK if J == H else x_BTJK.reshape(B, T, H, J // H, K).sum(axis=3)
+
+
+def chunks_gradient(chunks: Chunks, masks: Masks | None, states_KV, do_CV, d_state_KV):
+    """Gradients of a group of chunks and of the state entering it, from those of its outputs and the state it leaves."""
+    C = do_CV.shape[-2]
+    intra = intra_chunk(chunks, masks)
+    decays, beta_C1 = intra.decays, chunks.beta_C[..., None]
+    expected_CV = chunks.v_CV - matmul(intra.k_start_CK, states_KV)
+    added_CV = matmul(intra.inverse_CC, beta_C1 * expected_CV)
+
+    # Last chunk to first: d_solved is the gradient of beta X, d_state that of the state leaving the chunk.
+    reads_XK = jnp.concatenate([intra.q_start_CK, -beta_C1 * intra.k_start_CK], axis=-2)
+    d_added_CV = matmul_tn(intra.qk_CC, do_CV)
+
+    def chunk(d_state_KV, x):
+        reads_XK, k_end_CK, inverse_CC, do_CV, d_added_CV, decay_K = x
+        d_added_CV = d_added_CV + matmul(k_end_CK, d_state_KV)
+        d_solved_CV = matmul_tn(inverse_CC, d_added_CV)
+        d_reads_XV = jnp.concatenate([do_CV, d_solved_CV], axis=-2)
+        d_entering_KV = decay_K[..., None] * d_state_KV + matmul_tn(reads_XK, d_reads_XV)
+        return d_entering_KV, (d_solved_CV, d_state_KV)
+
+    xs = reads_XK, intra.k_end_CK, intra.inverse_CC, do_CV, d_added_CV, decays.whole
+    d_state_KV, (d_solved_CV, d_states_KV) = jax.lax.scan(chunk, d_state_KV, xs, reverse=True)
+
+    d_v_CV = beta_C1 * d_solved_CV
+    d_reads_XK = matmul_nt(jnp.concatenate([do_CV, -d_v_CV], axis=-2), states_KV)
+    d_q_start_CK, d_k_start_CK = d_reads_XK[..., :C, :], d_reads_XK[..., C:, :]
+    d_k_end_CK = matmul_nt(added_CV, d_states_KV)
+    d_whole_K = decays.whole * jnp.sum(states_KV * d_states_KV, axis=-1)
+
+    d_scores_XC = matmul_nt(jnp.concatenate([do_CV, d_solved_CV], axis=-2), added_CV)
+    d_qk_CC = jnp.tril(d_scores_XC[..., :C, :])
+    d_kk_CC = -jnp.tril(d_scores_XC[..., C:, :], -1)
+    if masks is not None:
+        d_qk_CC, d_kk_CC = masks.pair_CC * d_qk_CC, masks.pair_CC * d_kk_CC
+    d_beta_C = jnp.sum(d_solved_CV * expected_CV, axis=-1) + jnp.sum(d_kk_CC * intra.kk_CC, axis=-1)
+    d_scores = Scores(d_qk_CC, beta_C1 * d_kk_CC)
+    dq_CK, dk_CK, d_levels = pair_scores_gradient(d_scores, chunks.q_CK, chunks.k_CK, decays)
+
+    from_start, to_end = masked_decays(decays, masks)
+    dq_CK += d_q_start_CK * from_start
+    dk_CK += d_k_start_CK * from_start + d_k_end_CK * to_end
+    d_from_start_CK = d_q_start_CK * intra.q_start_CK + d_k_start_CK * intra.k_start_CK
+    dg_CK = log_decay_gradient(d_levels, d_from_start_CK, d_k_end_CK * intra.k_end_CK, d_whole_K)
+
+    return Chunks(dq_CK, dk_CK, d_v_CV, dg_CK, d_beta_C), d_state_KV

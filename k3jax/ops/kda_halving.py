@@ -41,13 +41,18 @@ class Decays(NamedTuple):
 
 
 def matmul(x, y):
-    """[..., m, n] @ [..., n, p] in full float32 (a float32 product at default precision is one bf16 pass on a
-    TPU)."""
-    return jnp.matmul(x, y, precision=HIGHEST)
+    """[..., m, n] @ [..., n, p] in full float32 (at default precision a TPU multiplies in one bf16 pass)."""
+    return jnp.einsum("...mn,...np->...mp", x, y, precision=HIGHEST)
 
 
-def transposed(x):
-    return jnp.swapaxes(x, -1, -2)
+def matmul_nt(x, y):
+    """x @ y^T."""
+    return jnp.einsum("...mn,...pn->...mp", x, y, precision=HIGHEST)
+
+
+def matmul_tn(x, y):
+    """x^T @ y."""
+    return jnp.einsum("...nm,...np->...mp", x, y, precision=HIGHEST)
 
 
 def halves(x, s):
@@ -121,7 +126,7 @@ def pair_scores(q, k, decays: Decays) -> Scores:
         s = level.row.shape[-2]
         (_, q_2), (k_1, k_2) = halves(q, s), halves(k, s)
         rows = jnp.concatenate([q_2 * level.row, k_2 * level.row], axis=-2)
-        block = matmul(rows, transposed(k_1 * level.column))
+        block = matmul_nt(rows, k_1 * level.column)
         qk, kk = _grow(qk, block[..., :s, :]), _grow(kk, block[..., s:, :])
     return Scores(qk[..., 0, :, :], kk[..., 0, :, :])
 
@@ -141,43 +146,48 @@ def pair_scores_gradient(d_scores: Scores, q, k, decays: Decays):
 
     d_scores.qk must be 0 above the diagonal, d_scores.kk on it too.
     """
-    C = q.shape[-2]
     diagonal = jnp.diagonal(d_scores.qk, axis1=-2, axis2=-1)[..., None]
     dq, dk, d_levels = diagonal * k, diagonal * q, []
-    d_blocks = jnp.stack([d_scores.qk, d_scores.kk], axis=-3)[..., None, :, :, :]  # [..., P, 2, 2s, 2s]
+    d_qk, d_kk = d_scores.qk[..., None, :, :], d_scores.kk[..., None, :, :]  # diagonal blocks [..., P, 2s, 2s]
     for level in reversed(decays.levels):
         s = level.row.shape[-2]
         (_, q_2), (k_1, k_2) = halves(q, s), halves(k, s)
         rows = jnp.concatenate([q_2 * level.row, k_2 * level.row], axis=-2)
         columns = k_1 * level.column
-        d_block = d_blocks[..., s:, :s]
-        d_block = d_block.reshape(*d_block.shape[:-3], 2 * s, s)
+        d_block = jnp.concatenate([d_qk[..., s:, :s], d_kk[..., s:, :s]], axis=-2)
         d_rows = matmul(d_block, columns)
-        d_columns = matmul(transposed(d_block), rows)
+        d_columns = matmul_tn(d_block, rows)
         d_row_logs = rows * d_rows
         d_levels.append(Level(d_row_logs[..., :s, :] + d_row_logs[..., s:, :], columns * d_columns))
         dq_2, dk_2 = d_rows[..., :s, :] * level.row, d_rows[..., s:, :] * level.row
         dq += join_halves(jnp.zeros_like(dq_2), dq_2)
         dk += join_halves(d_columns * level.column, dk_2)
-        d_blocks = jnp.stack([d_blocks[..., :s, :s], d_blocks[..., s:, s:]], axis=-4)
-        d_blocks = d_blocks.reshape(*q.shape[:-2], C // s, 2, s, s)
+        d_qk, d_kk = _split(d_qk), _split(d_kk)
     return dq, dk, tuple(reversed(d_levels))
 
 
 def unit_lower_inverse(lower):
     """(I + lower)^-1 for strictly lower triangular [..., C, C], by exact block elimination.
 
-    [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], from 1 x 1 blocks up. No power of `lower` is
-    formed: a Neumann series has terms that overflow when keys repeat, although the inverse itself is small.
+    [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], from 1 x 1 blocks up. No power of `lower` is formed: a
+    Neumann series has terms that overflow when keys repeat, although the inverse itself is small.
     """
     C = lower.shape[-1]
+    diagonal, belows = lower[..., None, :, :], []
+    while (s := diagonal.shape[-1] // 2) >= 1:
+        belows.append(diagonal[..., s:, :s])
+        diagonal = _split(diagonal)
     inverse = jnp.ones((*lower.shape[:-2], C, 1, 1), lower.dtype)
-    s = 1
-    while s < C:
-        blocks = lower.reshape(*lower.shape[:-2], C // (2 * s), 2 * s, C // (2 * s), 2 * s)
-        below = jnp.moveaxis(jnp.diagonal(blocks[..., s:, :, :s], axis1=-4, axis2=-2), -1, -3)
+    for below in reversed(belows):
+        s = below.shape[-1]
         pairs = inverse.reshape(*below.shape[:-2], 2, s, s)
         first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        inverse = _grow(inverse, -matmul(second, matmul(below, first)))
-        s *= 2
+        inverse = _grow(inverse, -matmul(second, matmul(below, first)) if s > 1 else -below)
     return inverse[..., 0, :, :]
+
+
+def _split(diagonal):
+    """Diagonal blocks [..., P, 2s, 2s] -> the diagonal blocks inside them [..., 2P, s, s]."""
+    s = diagonal.shape[-1] // 2
+    pairs = jnp.stack([diagonal[..., :s, :s], diagonal[..., s:, s:]], axis=-3)
+    return pairs.reshape(*diagonal.shape[:-3], -1, s, s)
