@@ -67,6 +67,9 @@ def _train(config: Config, claim: Claim) -> int:
     except (RunError, CheckpointMismatch) as error:
         print(f"k3 train: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, CheckpointMismatch) else 1
+    except OSError as error:  # such as a full disk
+        print(f"k3 train: error: {error}; {path} can be resumed once that is mended", file=sys.stderr)
+        return 1
     if outcome.status == "stopped":
         name = signal.Signals(outcome.signal).name
         print(f"stopped at step {outcome.step} by {name}, saved; to go on: k3 train --workdir={path}")

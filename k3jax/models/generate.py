@@ -1,5 +1,6 @@
 """Continuing a prompt, the plain way: the whole window is run again for every token."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -50,18 +51,6 @@ def generate_tokens(
     if max_tokens < 0:
         raise ValueError(f"max_tokens is {max_tokens}: use 0 or more")
     window = min(max(max_window, 2), -(-(len(prompt) + max_tokens) // BUCKET) * BUCKET)
-    model = KimiK3(config)
-
-    @jax.jit
-    def sample(variables: dict[str, Any], tokens_T: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
-        segment_ids_T = (jnp.arange(window) < length).astype(jnp.int32)
-        hidden_BTD = model.apply(variables, tokens_T[None], segment_ids_T[None], output="hidden")
-        last_D = hidden_BTD[0, length - 1].astype(jnp.promote_types(hidden_BTD.dtype, jnp.float32))
-        logits_W = (last_D @ variables["params"]["head"].astype(last_D.dtype))[:num_ids]
-        if temperature == 0:
-            return jnp.argmax(logits_W)
-        return jax.random.categorical(key, logits_W / temperature)
-
     key = jax.random.key(seed)
     shown = [int(token) for token in prompt][-window:]
     for i in range(max_tokens):
@@ -69,6 +58,18 @@ def generate_tokens(
             shown = shown[window // 2 :]
         tokens_T = np.zeros(window, np.int32)
         tokens_T[: len(shown)] = shown
-        token = int(sample(variables, tokens_T, len(shown), jax.random.fold_in(key, i)))
+        draw = jax.random.fold_in(key, i)
+        token = int(_sample(config, num_ids, variables, tokens_T, len(shown), temperature, draw))
         shown.append(token)
         yield token
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sample(config, num_ids, variables, tokens_T, length, temperature, key) -> jax.Array:
+    """The token after the first `length` of tokens_T."""
+    segment_ids_T = (jnp.arange(len(tokens_T)) < length).astype(jnp.int32)
+    hidden_BTD = KimiK3(config).apply(variables, tokens_T[None], segment_ids_T[None], output="hidden")
+    last_D = hidden_BTD[0, length - 1].astype(jnp.promote_types(hidden_BTD.dtype, jnp.float32))
+    logits_W = (last_D @ variables["params"]["head"].astype(last_D.dtype))[:num_ids]
+    drawn = jax.random.categorical(key, logits_W / jnp.where(temperature > 0, temperature, 1.0))
+    return jnp.where(temperature > 0, drawn, jnp.argmax(logits_W))

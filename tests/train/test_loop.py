@@ -53,7 +53,9 @@ def one_compilation():
         report = types.ModuleType("k3jax.train.report")
         report.write_report = lambda workdir: (workdir / "report.html").write_text("report")
         patch.setitem(sys.modules, "k3jax.train.report", report)
+        jax.config.update("jax_disable_most_optimizations", True)  # compile fast; ten steps are taken
         yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 _abstract = functools.cache(abstract_state)
