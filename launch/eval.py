@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import lzma
 import sys
+import zlib
 
 from k3jax.train.run_dir import RunRefused
 from launch import session
@@ -37,12 +39,34 @@ def run(args: argparse.Namespace) -> int:
     result = evaluate(make_eval_step(loaded.config, loaded.mesh), loaded.variables, dataset, loaded.mesh)
     if result is None:
         raise RunRefused(f"{loaded.run.path}: no held-out text; DataConfig.heldout_fraction was too small")
+    figures = {"step": loaded.step, **result._asdict()}
+    if result.bits_per_byte is not None:
+        figures |= compressors(dataset.heldout_bytes())
     if args.json:
-        print(json.dumps({"step": loaded.step, **result._asdict()}))
+        print(json.dumps(figures))
         return 0
     print(f"step {loaded.step}, {result.targets:,} held-out targets, {dataset.heldout.num_bytes:,} bytes")
     print(f"loss      {result.loss:.6f} nats a target")
-    if result.bits_per_byte is not None:
-        print(f"          {result.bits_per_byte:.6f} bits a byte")
     print(f"accuracy  {result.accuracy:.4%}")
+    if result.bits_per_byte is not None:
+        print(f"model     {result.bits_per_byte:.3f} bits a byte")
+        print(f"zlib -9   {figures['zlib_bits_per_byte']:.3f} bits a byte, on the same bytes")
+        print(f"xz -9     {figures['xz_bits_per_byte']:.3f} bits a byte")
+    if loaded.run.summary.exists():
+        summary = json.loads(loaded.run.summary.read_text())
+        if "max_violation" in summary:
+            print(
+                f"experts   MaxVio {summary['max_violation']:.2f} on average over layers, "
+                f"{summary['max_violation_worst']:.2f} in the worst (0 = every expert has the same load)"
+            )
+    if loaded.run.report.exists():
+        print(f"report    {loaded.run.report}")
     return 0
+
+
+def compressors(text: bytes) -> dict[str, float]:
+    """What two general compressors make of the same bytes, in bits a byte."""
+    return {
+        "zlib_bits_per_byte": 8 * len(zlib.compress(text, 9)) / len(text),
+        "xz_bits_per_byte": 8 * len(lzma.compress(text, preset=9)) / len(text),
+    }

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(config: Config, claim: Claim) -> int:
     path = claim.run.path
     if claim.status == "finished":
-        print(f"{path} is finished: {config.train.steps} steps; report: {path / 'report.html'}")
+        print(f"{path} is finished: {config.train.steps} steps; report: {claim.run.report}")
         return 0
     for change in claim.changes:
         print(f"changed for the rest of the run: {change}")
@@ -74,5 +74,5 @@ def _train(config: Config, claim: Claim) -> int:
         name = signal.Signals(outcome.signal).name
         print(f"stopped at step {outcome.step} by {name}, saved; to go on: k3 train --workdir={path}")
         return 128 + outcome.signal
-    print(f"finished: {outcome.step} steps; report: {path / 'report.html'}")
+    print(f"finished: {outcome.step} steps; report: {claim.run.report}")
     return 0

@@ -92,6 +92,10 @@ class RunDir(NamedTuple):
         """Written last: a run that has it is finished."""
         return self.path / "summary.json"
 
+    @property
+    def report(self) -> pathlib.Path:
+        return self.path / "report.html"
+
     def status(self) -> RunStatus:
         """How far a run has come."""
         if self.summary.exists():
