@@ -1,6 +1,7 @@
 """Where a step that was not finite went bad. Nothing here runs, or compiles, before that has happened."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,9 +38,7 @@ def explain_nonfinite(config: Config, state: TrainState, batch: Batch) -> str:
     mesh = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else make_mesh(config.mesh)
     if not isinstance(batch.tokens_BT, jax.Array):
         batch = shard_batch(batch, mesh)
-    look = on_rows(functools.partial(_look, config), mesh)
-    forward, backward = jax.device_get(jax.jit(look)(state.params, state.router, batch))
-    held = jax.device_get(jax.jit(lambda v: _count_bad(flatten_dict(v)))(state.variables))
+    forward, backward, held = jax.device_get(_compiled(config, mesh)(state.params, state.router, batch))
     return describe(config, forward, backward, held)
 
 
@@ -105,8 +104,13 @@ def describe(config: Config, forward: Counts, backward: Counts, held: Counts) ->
     return output if parameter is None else f"{output}; {parameter}"
 
 
-def _look(config: Config, params: Tree, router: Tree, batch: Batch) -> tuple[Counts, Counts]:
-    """Counts non-finite outputs and gradients over micro-batches and devices; inside a map over the data axis."""
+@functools.lru_cache(maxsize=1)
+def _compiled(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Tree, Tree, Batch], tuple[Counts, Counts, Counts]]:
+    return jax.jit(on_rows(functools.partial(_look, config), mesh))
+
+
+def _look(config: Config, params: Tree, router: Tree, batch: Batch) -> tuple[Counts, Counts, Counts]:
+    """Counts, over micro-batches and devices, what `describe` wants to know; inside a map over the data axis."""
     scale = measure(batch)
 
     def one(rows: Batch) -> tuple[Counts, Counts]:
@@ -122,7 +126,8 @@ def _look(config: Config, params: Tree, router: Tree, batch: Batch) -> tuple[Cou
         return forward | _count_bad({(name,): x for name, x in last.items()}), _count_bad(flatten_dict(grads))
 
     counts = jax.lax.map(one, split_rows(batch, config.train.num_microbatches))
-    return jax.lax.psum(jax.tree.map(lambda x: jnp.sum(x, axis=0), counts), DATA_AXIS)
+    forward, backward = jax.lax.psum(jax.tree.map(lambda x: jnp.sum(x, axis=0), counts), DATA_AXIS)
+    return forward, backward, _count_bad(flatten_dict({"params": params, "router": router}))
 
 
 def _count_bad(leaves: Counts) -> Counts:

@@ -7,24 +7,33 @@ import numpy as np
 
 from k3jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from k3jax.data import Batch
-from k3jax.train.state import make_state
+from k3jax.train.state import abstract_state
 from k3jax.train.step import make_eval_step, make_train_step
 
 T = 16
-MODEL = {
-    "vocab_size": 64, "num_layers": 4, "hidden_size": 32, "kda_per_mla": 1, "kda_num_heads": 2, "kda_key_dim": 8,
-    "kda_value_dim": 8, "mla_num_heads": 2, "q_lora_rank": 12, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4, "v_head_dim": 8, "attn_res_block_size": 2, "intermediate_size": 32, "num_experts": 8,
-    "num_experts_per_token": 2, "num_shared_experts": 1, "moe_intermediate_size": 16, "moe_latent_size": 16,
-    "init_std": 0.2, "remat": "none", "dtype": "float32",
+# Two equal layers of MLA and experts: the least to compile that has everything a step can go wrong with.
+PLAIN = {
+    "vocab_size": 64, "num_layers": 2, "hidden_size": 32, "kda_per_mla": 0, "mla_num_heads": 2, "q_lora_rank": None,
+    "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "attn_res": "none",
+    "intermediate_size": 32, "first_k_dense": 0, "num_experts": 8, "num_experts_per_token": 2,
+    "num_shared_experts": 1, "moe_intermediate_size": 16, "moe_latent_size": 16, "remat": "none", "dtype": "float32",
 }  # fmt: skip
-OPTIM = {"name": "adamw", "learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0}
+# What Kimi K3 adds: a dense layer, KDA, q-LoRA, depth sources.
+K3_SHAPE = PLAIN | {
+    "kda_per_mla": 1, "kda_num_heads": 2, "kda_key_dim": 8, "kda_value_dim": 8, "kda_implementation": "recurrent",
+    "q_lora_rank": 12, "attn_res": "block", "attn_res_block_size": 1, "first_k_dense": 1,
+}  # fmt: skip
+# Clipping always acts (the norm is near 2); eps keeps a first step smooth: without it AdamW's is the gradient's sign.
+OPTIM = {
+    "name": "adamw", "learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0, "clip_norm": 0.5,
+    "z_loss": 1e-2, "eps": 1e-2,
+}  # fmt: skip
 
 
-def make_config(model=(), optim=(), batch_size: int = 8, num_microbatches: int = 1) -> Config:
-    """The small run, with changes given as dictionaries."""
+def make_config(model=(), optim=(), batch_size: int = 8, num_microbatches: int = 1, base=PLAIN) -> Config:
+    """A small run, with changes given as dictionaries."""
     return Config(
-        ModelConfig(**(MODEL | dict(model))),
+        ModelConfig(**(base | dict(model))),
         DataConfig(seq_len=T, batch_size=batch_size),
         OptimConfig(**(OPTIM | dict(optim))),
         MeshConfig(),
@@ -33,10 +42,13 @@ def make_config(model=(), optim=(), batch_size: int = 8, num_microbatches: int =
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
-    """Packed rows of two documents and padding, as uneven as they come: row r has about 2 r targets."""
+    """Packed rows of two documents and padding, as uneven as they come: row r has about 2 r targets.
+
+    Eight rows hold 65 tokens, so that an expert's share of two in eight is no whole number.
+    """
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, MODEL["vocab_size"], (rows, T + 1), dtype=np.int32)
-    position, length = np.arange(T), 2 + (np.arange(rows) * (T - 2)) // max(rows - 1, 1)
+    tokens = rng.integers(0, PLAIN["vocab_size"], (rows, T + 1), dtype=np.int32)
+    position, length = np.arange(T), 1 + (np.arange(rows) * (T - 1)) // max(rows - 1, 1)
     segments = np.where(position < length[:, None], 1 + (position >= length[:, None] // 2), 0).astype(np.int32)
     targets = np.where((segments != 0) & (position < length[:, None] - 1), tokens[:, 1:], -1).astype(np.int32)
     return Batch(np.where(segments != 0, tokens[:, :-1], 0), targets, segments)
@@ -65,15 +77,23 @@ def eval_step(config: Config, devices: int = 1):
 
 
 @functools.lru_cache
-def _first_state(config: Config):
-    return jax.device_get(make_state(config))
+def state_shapes(config: Config):
+    return abstract_state(config, mesh_of())
 
 
 def fresh_state(config: Config, devices: int = 1):
-    """The first state, in buffers of its own each time: a step takes them away."""
-    mesh = mesh_of(devices)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.tree.map(lambda x: jax.device_put(np.array(x), sharding), _first_state(config))
+    """A state before its first step, with random parameters and buffers of its own: a step takes them away."""
+    sharding = jax.sharding.NamedSharding(mesh_of(devices), jax.sharding.PartitionSpec())
+    rng = np.random.default_rng(1)
+
+    def fill(path, x):
+        keys = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+        value = np.zeros(x.shape, x.dtype)
+        if keys[0] == "params":
+            value += 0.2 * rng.standard_normal(x.shape) + (keys[-1].endswith(("norm", "gain")))
+        return jax.device_put(value, sharding)
+
+    return jax.tree_util.tree_map_with_path(fill, state_shapes(config))
 
 
 def equal_bits(a, b) -> bool:
