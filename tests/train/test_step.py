@@ -67,6 +67,12 @@ def run(config, batch, devices=1, steps=1):
     return jax.device_get(state), jax.device_get(metrics)
 
 
+def put(state):
+    """A state made by hand, placed as the step leaves its own."""
+    sharding = jax.sharding.NamedSharding(mesh_of(), jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda x: jax.device_put(np.array(x), sharding), state)
+
+
 def test_a_step_is_the_clipped_gradient_of_the_mean_through_the_optimiser():
     """By hand on four rows; the step sees four more of nothing but padding."""
     batch, config = make_batch(4), CONFIG
@@ -163,7 +169,7 @@ def test_the_bias_serves_from_the_next_step_on():
     """A step routes with the bias it was given: its load is that of top-k under the old bias, not the new one."""
     state, batch = fresh_state(CONFIG), make_batch(8)
     old_E = np.linspace(-0.3, 0.3, CONFIG.model.num_experts, dtype=np.float32)
-    state = state._replace(router=jax.tree.map(lambda bias: bias + old_E, state.router))
+    state = put(state._replace(router=jax.tree.map(lambda bias: bias + old_E, state.router)))
     after, metrics = jax.device_get(train_step(CONFIG)(state, batch))
     new_E = layer_values(CONFIG.model, after.router, "moe", "bias")[1]
     load_E = layer_values(CONFIG.model, metrics["load"], "moe", "load")[1]
@@ -186,7 +192,7 @@ def test_a_skewed_router_is_balanced_in_a_few_steps():
     state.params["embed"] += 1
     skew[..., :3] = 0.05  # x has a mean now, and three experts like it
     state.params["stage_0"]["run_0"]["layer_0"]["moe"]["router"] += skew
-    worst_layer = []
+    state, worst_layer = put(state), []
     for _ in range(6):
         state, metrics = train_step(CONFIG)(state, batch)
         loads = layer_values(CONFIG.model, metrics["load"], "moe", "load").values()
@@ -241,19 +247,19 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
     poisoned = jax.device_get(good)
     poisoned.params["head"] = np.array(poisoned.params["head"])
     poisoned.params["head"][3, 5] = np.nan
-    state = jax.device_put(poisoned, jax.tree.leaves(fresh_state(CONFIG))[0].sharding)
+    state = put(poisoned)
     for streak in (1, 2):
         state, metrics = step(state, batch)
         assert metrics["nonfinite"]
         after = jax.device_get(state)
         assert equal_bits(after[1:4], poisoned[1:4])  # parameters, router bias, optimiser and its count
         assert (after.step, after.skipped, after.streak) == (1 + streak, streak, streak)
-    healed = state._replace(params=jax.device_put(good.params, state.step.sharding))
+    healed = put(state._replace(params=good.params))
     state, metrics = step(healed, batch)
     assert not metrics["nonfinite"] and (state.step, state.skipped, state.streak) == (4, 2, 0)
     assert state.opt_state.count == 2
     # And a skipped step leaves no trace: the next one is the one that would have been.
-    want, _ = step(jax.device_put(good, state.step.sharding), batch)
+    want, _ = step(put(good), batch)
     assert equal_bits(state[1:4], want[1:4])
 
 
@@ -263,7 +269,7 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too():
     state = fresh_state(config)
     state.params["stage_0"]["run_0"]["layer_0"]["kda"]["a_log"] += 100
     want = jax.device_get(state)
-    state, metrics = train_step(config)(state, make_batch(8))
+    state, metrics = train_step(config)(put(state), make_batch(8))
     assert metrics["nonfinite"] and np.isfinite(metrics["loss"])
     assert equal_bits(state[1:4], want[1:4])
 
