@@ -17,13 +17,12 @@ from k3jax.ops.balancing import max_violation
 from k3jax.train.balance import layer_values
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.state import make_state
-from k3jax.train.step import make_train_step
+from k3jax.train.step import make_eval_step, make_train_step
 from tests.conftest import rel_error
 from tests.train.tiny import (
     K3_SHAPE,
     T,
     equal_bits,
-    eval_step,
     fresh_state,
     make_batch,
     make_config,
@@ -284,7 +283,7 @@ def test_the_state_passed_in_is_given_away():
 def test_evaluation_sums_nats_and_changes_nothing():
     batch, state = make_batch(8), fresh_state(CONFIG)
     before = jax.device_get(state)
-    sums = eval_step(CONFIG, 4)(jax.device_get(state.variables), pad_rows(batch, 4))
+    sums = make_eval_step(CONFIG, mesh_of(4))(jax.device_get(state.variables), pad_rows(batch, 4))
     nats, _, _ = reference(CONFIG)
     count = np.sum(batch.targets_BT >= 0)
     assert sums["count"] == count and 0 <= sums["correct"] <= count

@@ -8,7 +8,7 @@ import numpy as np
 from k3jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from k3jax.data import Batch
 from k3jax.train.state import abstract_state
-from k3jax.train.step import make_eval_step, make_train_step
+from k3jax.train.step import make_train_step
 
 T = 16
 # Two equal layers of MLA and experts: the least to compile that has everything a step can go wrong with.
@@ -60,20 +60,19 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     return Batch(*(np.pad(x, ((0, rows), (0, 0)), constant_values=v) for x, v in zip(batch, fill, strict=True)))
 
 
-@functools.lru_cache
 def mesh_of(devices: int = 1) -> jax.sharding.Mesh:
     auto = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((devices,), ("data",), axis_types=auto, devices=jax.devices()[:devices])
 
 
-@functools.lru_cache
 def train_step(config: Config, devices: int = 1):
-    return make_train_step(config, mesh_of(devices))
+    """One compiled step for each run and number of devices."""
+    return _train_step(config, devices)  # by position: the cache would tell a default from the same value given
 
 
 @functools.lru_cache
-def eval_step(config: Config, devices: int = 1):
-    return make_eval_step(config, mesh_of(devices))
+def _train_step(config: Config, devices: int):
+    return make_train_step(config, mesh_of(devices))
 
 
 @functools.lru_cache
