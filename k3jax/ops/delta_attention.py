@@ -156,8 +156,8 @@ def _runs(segment_ids_BT):
 
 def _check(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, segment_ids_BT):
     """Shapes and dtypes that fit together, or a ValueError that says which does not."""
-    for name, x, ndim in (("q", q_BTHK, 4), ("v", v_BTJV, 4)):
-        if x.ndim != ndim:
+    for name, x in (("q", q_BTHK), ("v", v_BTJV)):
+        if x.ndim != 4:
             raise ValueError(f"kda: {name} has shape {x.shape}; it needs [batch, time, heads, channel]")
     B, T, H, K = q_BTHK.shape
     J, V = v_BTJV.shape[2:]
@@ -166,6 +166,7 @@ def _check(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, segment_ids_BT)
     if H == 0 or J % H:
         raise ValueError(f"kda: {J} value heads do not divide among {H} query/key heads; make J a multiple of H")
     expected = {
+        "q": (q_BTHK, (B, T, H, K)),
         "k": (k_BTHK, (B, T, H, K)),
         "v": (v_BTJV, (B, T, J, V)),
         "g": (g_BTJK, (B, T, J, K)),
