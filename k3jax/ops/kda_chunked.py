@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 from k3jax.ops.kda_halving import (
     Decays,
-    Scores,
     log_decay_gradient,
     matmul,
     matmul_nt,
@@ -70,8 +69,7 @@ class Sizes(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The inputs cut in chunks and cast to the dtype of the arithmetic; q scaled, q and k repeated over
-    grouped value heads."""
+    """The inputs in chunks and in the dtype of the arithmetic; q scaled, q and k repeated over grouped value heads."""
 
     q_CK: jax.Array
     k_CK: jax.Array
@@ -102,7 +100,7 @@ class Intra(NamedTuple):
 
 
 def chunked(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scale, chunk_size):
-    """KDA in chunks of a power of two of tokens; arguments and results as for `kda_recurrent.recurrent`.
+    """KDA in chunks of a power of two of tokens; arguments and results as for `kda_recurrent.recurrent`, o in v's dtype.
 
     Reverse mode saves the inputs and the state entering each chunk, nothing else.
 
@@ -187,16 +185,17 @@ _chunked.defvjp(_forward, _backward)
 
 def intra_chunk(chunks: Chunks, masks: Masks | None) -> Intra:
     decays = pairwise_decays(chunks.g_CK)
-    scores = pair_scores(chunks.q_CK, chunks.k_CK, decays)
+    scores_2CC = pair_scores(chunks.q_CK, chunks.k_CK, decays)
     from_start, to_end = masked_decays(decays, masks)
     if masks is not None:
-        scores = Scores(masks.pair_CC * scores.qk, masks.pair_CC * scores.kk)
+        scores_2CC = masks.pair_CC[..., None, :, :] * scores_2CC
         decays = decays._replace(whole=masks.whole * decays.whole)
-    inverse_CC = unit_lower_inverse(chunks.beta_C[..., None] * scores.kk)
+    qk_CC, kk_CC = scores_2CC[..., 0, :, :], scores_2CC[..., 1, :, :]
+    inverse_CC = unit_lower_inverse(chunks.beta_C[..., None] * kk_CC)
     return Intra(
         decays,
-        scores.qk,
-        scores.kk,
+        qk_CC,
+        kk_CC,
         inverse_CC,
         chunks.q_CK * from_start,
         chunks.k_CK * from_start,
@@ -285,8 +284,8 @@ def chunks_gradient(chunks: Chunks, masks: Masks | None, states_KV, do_CV, d_sta
     if masks is not None:
         d_qk_CC, d_kk_CC = masks.pair_CC * d_qk_CC, masks.pair_CC * d_kk_CC
     d_beta_C = row_sums(d_solved_CV * expected_CV) + row_sums(d_kk_CC * intra.kk_CC)
-    d_scores = Scores(d_qk_CC, beta_C1 * d_kk_CC)
-    dq_CK, dk_CK, d_levels = pair_scores_gradient(d_scores, chunks.q_CK, chunks.k_CK, decays)
+    d_scores_2CC = jnp.stack([d_qk_CC, beta_C1 * d_kk_CC], axis=-3)
+    dq_CK, dk_CK, d_levels = pair_scores_gradient(d_scores_2CC, chunks.q_CK, chunks.k_CK, decays)
 
     from_start, to_end = masked_decays(decays, masks)
     dq_CK += d_q_start_CK * from_start

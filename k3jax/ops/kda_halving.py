@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 HIGHEST = jax.lax.Precision.HIGHEST
+LEAF = 8  # blocks of this many rows are inverted with masks; smaller products would not be worth their launch
 
 
 class Level(NamedTuple):
-    """Decay of rows (second halves) since the pivot and of columns (first halves) until it, both [..., P, s,
-    K]."""
+    """At one size: decay of rows (second halves) since the pivot and of columns (first halves) until it, [..., P, s, K]."""
 
     row: jax.Array
     column: jax.Array
@@ -93,7 +94,8 @@ def pairwise_decays(g) -> Decays:
 
 def log_decay_gradient(d_logs: Decays):
     """Gradient of g [..., C, K] from the gradients of the logs of every decay: the transpose of `pairwise_decays`."""
-    d_prefix, d_suffix, d_total = d_logs.from_start, d_logs.to_end, d_logs.whole[..., None, None, :]  # [..., P, 1, K]
+    d_prefix, d_suffix = d_logs.from_start, d_logs.to_end
+    d_total = d_logs.whole[..., None, None, :]  # [..., P, 1, K]
     for level in reversed(d_logs.levels):
         s = level.row.shape[-2]
         (prefix_1, prefix_2), (suffix_1, suffix_2) = halves(d_prefix, s), halves(d_suffix, s)
@@ -105,62 +107,66 @@ def log_decay_gradient(d_logs: Decays):
     return d_prefix + d_total[..., 0, :]
 
 
-class Scores(NamedTuple):
-    """Decayed inner products inside a chunk, [..., C, C]: query with key (j <= i), key with key (j < i); else
-    0."""
-
-    qk: jax.Array
-    kk: jax.Array
+# Scores [..., 2, C, C] are the decayed inner products inside a chunk, of queries with keys (j <= i, else 0) and of keys
+# with keys (j < i, else 0).
 
 
-def pair_scores(q, k, decays: Decays) -> Scores:
-    """sum_c q_ic k_jc exp(sum of g_c over j+1..i), and the same with k for q; q and k [..., C, K]."""
-    C = q.shape[-2]
-    lead = q.shape[:-2]
-    qk = row_sums(q * k).reshape(*lead, C, 1, 1)  # diagonal blocks of s x s, grown level by level
-    kk = jnp.zeros_like(qk)
+def pair_scores(q, k, decays: Decays):
+    """Scores: sum_c q_ic k_jc exp(sum of g_c over j+1..i), and the same with k for q; q and k [..., C, K]."""
+    lead, C = q.shape[:-2], q.shape[-2]
+    diagonal = row_sums(q * k)
+    diagonal = jnp.stack([diagonal, jnp.zeros_like(diagonal)], axis=-1)
+    scores = diagonal.reshape(*lead, C, 2, 1, 1)  # diagonal blocks, grown size by size
     for level in decays.levels:
-        s = level.row.shape[-2]
-        (_, q_2), (k_1, k_2) = halves(q, s), halves(k, s)
-        rows = jnp.concatenate([q_2 * level.row, k_2 * level.row], axis=-2)
-        block = matmul_nt(rows, k_1 * level.column)
-        qk, kk = _grow(qk, block[..., :s, :]), _grow(kk, block[..., s:, :])
-    return Scores(qk[..., 0, :, :], kk[..., 0, :, :])
+        rows, columns = _factors(q, k, level)
+        scores = _grow(scores, matmul_nt(rows, columns))
+    return scores[..., 0, :, :, :]
 
 
-def _grow(diagonal, block):
-    """Diagonal blocks [..., 2P, s, s] and the blocks below them [..., P, s, s] -> diagonal blocks [..., P,
-    2s, 2s]."""
-    s = block.shape[-1]
-    diagonal = diagonal.reshape(*block.shape[:-2], 2, s, s)
-    above = jnp.concatenate([diagonal[..., 0, :, :], jnp.zeros_like(block)], axis=-1)
-    below = jnp.concatenate([block, diagonal[..., 1, :, :]], axis=-1)
-    return jnp.concatenate([above, below], axis=-2)
-
-
-def pair_scores_gradient(d_scores: Scores, q, k, decays: Decays):
+def pair_scores_gradient(d_scores, q, k, decays: Decays):
     """Gradients of q and k [..., C, K] and, a Level a size, of the logs of the level decays.
 
-    d_scores.qk must be 0 above the diagonal, d_scores.kk on it too.
+    d_scores must be 0 where the scores are.
     """
-    diagonal = jnp.sum(d_scores.qk * jnp.eye(q.shape[-2], dtype=q.dtype), axis=-1, keepdims=True)
+    diagonal = row_sums(d_scores[..., 0, :, :] * jnp.eye(q.shape[-2], dtype=q.dtype))[..., None]
     dq, dk, d_levels = diagonal * k, diagonal * q, []
-    d_qk, d_kk = d_scores.qk[..., None, :, :], d_scores.kk[..., None, :, :]  # diagonal blocks [..., P, 2s, 2s]
+    d_scores = d_scores[..., None, :, :, :]  # diagonal blocks, split size by size
     for level in reversed(decays.levels):
         s = level.row.shape[-2]
-        (_, q_2), (k_1, k_2) = halves(q, s), halves(k, s)
-        rows = jnp.concatenate([q_2 * level.row, k_2 * level.row], axis=-2)
-        columns = k_1 * level.column
-        d_block = jnp.concatenate([d_qk[..., s:, :s], d_kk[..., s:, :s]], axis=-2)
-        d_rows = matmul(d_block, columns)
-        d_columns = matmul_tn(d_block, rows)
+        rows, columns = _factors(q, k, level)
+        d_block = d_scores[..., s:, :s].reshape(*columns.shape[:-2], 2 * s, s)
+        d_rows, d_columns = matmul(d_block, columns), matmul_tn(d_block, rows)
         d_row_logs = rows * d_rows
         d_levels.append(Level(d_row_logs[..., :s, :] + d_row_logs[..., s:, :], columns * d_columns))
         dq_2, dk_2 = d_rows[..., :s, :] * level.row, d_rows[..., s:, :] * level.row
         dq += join_halves(jnp.zeros_like(dq_2), dq_2)
         dk += join_halves(d_columns * level.column, dk_2)
-        d_qk, d_kk = _split(d_qk), _split(d_kk)
+        d_scores = _split(d_scores)
     return dq, dk, tuple(reversed(d_levels))
+
+
+def _factors(q, k, level: Level):
+    """Decayed rows [..., P, 2s, K], queries above keys, and columns [..., P, s, K]."""
+    s = level.row.shape[-2]
+    (_, q_2), (k_1, k_2) = halves(q, s), halves(k, s)
+    return jnp.concatenate([q_2 * level.row, k_2 * level.row], axis=-2), k_1 * level.column
+
+
+def _grow(diagonal, below):
+    """Diagonal blocks [..., 2P, X, s, s] and the blocks below, [..., P, X * s, s] -> diagonal [..., P, X, 2s, 2s]."""
+    s = below.shape[-1]
+    below = below.reshape(*below.shape[:-2], -1, s, s)
+    diagonal = diagonal.reshape(*below.shape[:-3], 2, *below.shape[-3:])
+    first, second = diagonal[..., 0, :, :, :], diagonal[..., 1, :, :, :]
+    above = jnp.concatenate([first, jnp.zeros_like(below)], axis=-1)
+    return jnp.concatenate([above, jnp.concatenate([below, second], axis=-1)], axis=-2)
+
+
+def _split(diagonal):
+    """Diagonal blocks [..., P, X, 2s, 2s] -> the diagonal blocks inside them [..., 2P, X, s, s]."""
+    s = diagonal.shape[-1] // 2
+    pairs = jnp.stack([diagonal[..., :s, :s], diagonal[..., s:, s:]], axis=-4)
+    return pairs.reshape(*diagonal.shape[:-4], -1, *pairs.shape[-3:])
 
 
 def unit_lower_inverse(lower):
@@ -170,21 +176,26 @@ def unit_lower_inverse(lower):
     Neumann series has terms that overflow when keys repeat, although the inverse itself is small.
     """
     C = lower.shape[-1]
-    diagonal, belows = lower[..., None, :, :], []
-    while (s := diagonal.shape[-1] // 2) >= 1:
-        belows.append(diagonal[..., s:, :s])
+    diagonal, belows = lower[..., None, None, :, :], []
+    while (s := diagonal.shape[-1] // 2) >= min(LEAF, C):
+        belows.append(diagonal[..., 0, s:, :s])
         diagonal = _split(diagonal)
-    inverse = jnp.ones((*lower.shape[:-2], C, 1, 1), lower.dtype)
+    # Inside blocks of LEAF rows X - X L X, with L the entries of one size, eliminates all pairs of that size at once.
+    inverse = jnp.eye(diagonal.shape[-1], dtype=lower.dtype) - diagonal * _pairs(1, diagonal)
+    s = 2
+    while s < diagonal.shape[-1]:
+        inverse -= matmul(inverse, matmul(diagonal * _pairs(s, diagonal), inverse))
+        s *= 2
     for below in reversed(belows):
         s = below.shape[-1]
-        pairs = inverse.reshape(*below.shape[:-2], 2, s, s)
-        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        inverse = _grow(inverse, -matmul(second, matmul(below, first)) if s > 1 else -below)
-    return inverse[..., 0, :, :]
+        blocks = inverse.reshape(*below.shape[:-2], 2, s, s)
+        first, second = blocks[..., 0, :, :], blocks[..., 1, :, :]
+        inverse = _grow(inverse, -matmul(second, matmul(below, first)))
+    return inverse[..., 0, 0, :, :]
 
 
-def _split(diagonal):
-    """Diagonal blocks [..., P, 2s, 2s] -> the diagonal blocks inside them [..., 2P, s, s]."""
-    s = diagonal.shape[-1] // 2
-    pairs = jnp.stack([diagonal[..., :s, :s], diagonal[..., s:, s:]], axis=-3)
-    return pairs.reshape(*diagonal.shape[:-3], -1, s, s)
+def _pairs(s, blocks):
+    """1 where a row in a second half of s rows meets a column in the first half beside it; a mask of the blocks."""
+    row, column = np.arange(blocks.shape[-1])[:, None], np.arange(blocks.shape[-1])
+    pairs = (row // (2 * s) == column // (2 * s)) & (row // s > column // s)
+    return jnp.asarray(pairs, blocks.dtype)
