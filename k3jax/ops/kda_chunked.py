@@ -100,7 +100,7 @@ class Intra(NamedTuple):
 
 
 def chunked(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scale, chunk_size):
-    """KDA in chunks of a power of two of tokens; arguments and results as for `kda_recurrent.recurrent`, o in v's dtype.
+    """KDA in chunks of a power of two of tokens; takes and gives what `kda_recurrent.recurrent` does, o in v's dtype.
 
     Reverse mode saves the inputs and the state entering each chunk, nothing else.
 

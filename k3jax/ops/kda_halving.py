@@ -26,7 +26,7 @@ LEAF = 8  # blocks of this many rows are inverted with masks; smaller products w
 
 
 class Level(NamedTuple):
-    """At one size: decay of rows (second halves) since the pivot and of columns (first halves) until it, [..., P, s, K]."""
+    """At one size: decay of rows (second halves) since the pivot, of columns (first halves) until it [..., P, s, K]."""
 
     row: jax.Array
     column: jax.Array
