@@ -13,8 +13,21 @@ import transformers
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
 shape = json.load(sys.stdin)
-if shape["attn_res"] != "none" or shape["activation"] != "swiglu" or shape["moe_latent_size"] is not None:
-    sys.exit("the peer knows Kimi Linear only: attn_res none, activation swiglu, no latent experts")
+kimi_linear = {
+    "attn_res": "none",
+    "activation": "swiglu",
+    "moe_latent_size": None,
+    "moe_routed_norm": False,
+    "kda_decay": "softplus",
+    "kda_output_gate": "low_rank",
+    "kda_num_value_heads": None,
+    "kda_value_dim": shape["kda_key_dim"],
+    "mla_output_gate": "none",
+    "first_k_dense": 1,
+}
+other = [f"{field} = {shape[field]!r}" for field, value in kimi_linear.items() if shape[field] != value]
+if other:
+    sys.exit(f"the peer knows Kimi Linear only, not {', '.join(other)}")
 mla_layers = set(shape["mla_layers"])
 config = KimiLinearConfig(
     vocab_size=shape["vocab_size"],

@@ -137,9 +137,12 @@ def _peer(config: Config, peer_python: str | None, repeats: int) -> dict | str:
         peer_python = sys.executable
     shape = {**dataclasses.asdict(config.model), "mla_layers": config.model.global_layers}
     shape |= {"batch_size": config.data.batch_size, "seq_len": config.data.seq_len, "repeats": min(repeats, 3)}
-    done = subprocess.run(
-        [peer_python, str(PEER_SCRIPT)], input=json.dumps(shape), capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            [peer_python, str(PEER_SCRIPT)], input=json.dumps(shape), capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        return f"{peer_python}: {error.strerror}"
     if done.returncode != 0:
         return (done.stderr.strip().splitlines() or [f"{peer_python} failed"])[-1]
     return json.loads(done.stdout.splitlines()[-1])
