@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from k3jax.nn.initial import parameter
 from k3jax.nn.linear import record
-from k3jax.ops.attention_residual import attention_residual
+from k3jax.ops.depth_attention import attention_residual
 
 
 def depth_mix(

@@ -17,7 +17,7 @@ from k3jax.nn.kda import KDA
 from k3jax.nn.mla import MLA
 from k3jax.nn.mlp import MLP
 from k3jax.nn.moe import LatentMoE
-from k3jax.ops.attention_residual import attention_residual
+from k3jax.ops.depth_attention import attention_residual
 from k3jax.ops.losses import next_token_loss
 from k3jax.ops.norms import rms_norm
 from tests.conftest import FIXTURES, rel_error

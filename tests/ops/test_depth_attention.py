@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file
 
-from k3jax.ops.attention_residual import attention_residual
+from k3jax.ops.depth_attention import attention_residual
 from tests.conftest import FIXTURES, rel_error
 
 EPS = 1e-5
