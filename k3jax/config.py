@@ -72,7 +72,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16, on CPU float32
     kda_implementation: Literal["auto", "recurrent", "chunked"] = "auto"
     layer_loop: Literal["scan", "unroll"] = "scan"  # unroll traces each layer, for debugging
-    remat: Literal["none", "layer", "dots"] = "layer"  # see models.layers.REMAT_POLICIES
+    remat: Literal["none", "layer", "dots"] = "layer"  # see models.kimi_k3.REMAT_POLICIES
 
     def __post_init__(self):
         check_types(self)
@@ -117,11 +117,14 @@ class ModelConfig:
             f"must lie between 0 and ModelConfig.num_layers = {self.num_layers}",
         )
         if self.first_k_dense < self.num_layers:
+            selected, experts = self.num_experts_per_token, f"ModelConfig.num_experts = {self.num_experts}"
+            _require(selected <= self.num_experts, self, "num_experts_per_token", f"must not exceed {experts}")
             _require(
-                self.num_experts_per_token < self.num_experts,
+                selected < self.num_experts or not self.balancing.startswith("quantile"),
                 self,
                 "num_experts_per_token",
-                f"must be less than ModelConfig.num_experts = {self.num_experts} (balancing needs a spare)",
+                f"must be less than {experts} for quantile balancing; "
+                'ModelConfig.balancing = "none" allows every expert a token',
             )
 
     @property

@@ -111,7 +111,10 @@ def test_global_layers_follow_ratio_or_list(changes, layers):
         (ModelConfig, {"rms_norm_eps": 10**400}, "expected a finite number"),
         (ModelConfig, {"rms_norm_eps": 0}, "must be positive"),
         (ModelConfig, {"kda_num_value_heads": 97}, "multiple of ModelConfig.kda_num_heads = 96"),
-        (ModelConfig, {"num_experts_per_token": 896}, "less than ModelConfig.num_experts = 896"),
+        (ModelConfig, {"num_experts_per_token": 896}, "less than ModelConfig.num_experts = 896 for quantile"),
+        (ModelConfig, {"num_experts_per_token": 896, "balancing": "quantile_exact"}, "for quantile balancing"),
+        (ModelConfig, {"num_experts_per_token": 897}, "must not exceed ModelConfig.num_experts = 896"),
+        (ModelConfig, {"num_experts_per_token": 897, "balancing": "none"}, "must not exceed"),
         (ModelConfig, {"first_k_dense": 94}, "between 0 and ModelConfig.num_layers = 93"),
         (ModelConfig, {"mla_layers": (0,)}, "count from 1"),
         (ModelConfig, {"mla_layers": (1, 1)}, "each layer once"),
@@ -140,6 +143,8 @@ def test_impossible_values_are_refused_with_the_fix(cls, changes, fragment):
 
 def test_edges_that_are_possible():
     ModelConfig(num_layers=1, first_k_dense=1, num_experts=1, num_experts_per_token=1)  # no layer routes
+    for balancing in ("sign", "aux_loss", "none"):
+        ModelConfig(num_experts=16, num_experts_per_token=16, balancing=balancing)
     ModelConfig(attn_res_block_size=1000)
     ModelConfig(qk_rope_head_dim=0, num_shared_experts=0)
     OptimConfig(learning_rate=1, clip_norm=None, adam_learning_rate=None)

@@ -1,8 +1,10 @@
 """Released checkpoints (Hugging Face folders) of Kimi Linear and Kimi K3 as our configuration and variables."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from k3jax.checkpoint.hf_layout import K3_PREFIX, hf_tensors, model_config, to_ours
+from k3jax.checkpoint.hf_layout import K3_PREFIX, HFTensor, hf_tensors, model_config, to_ours
 from k3jax.config import ModelConfig
 from k3jax.models.plan import plan_layers
 
 # These stay float32 or wider whatever dtype is asked for (spec §1.4).
-_WIDE = ("a_log", "dt_bias", "bias")
+_WIDE = ("a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm", "bias")
 
 
 def load(path: str | pathlib.Path, dtype: Any = None) -> tuple[ModelConfig, dict[str, Any]]:
@@ -24,12 +26,14 @@ def load(path: str | pathlib.Path, dtype: Any = None) -> tuple[ModelConfig, dict
     Args:
         path: the folder.
         dtype: of parameters and compute; None keeps each tensor's stored dtype and computes in config.json's.
-            Decay rates, their biases and router biases stay float32 or wider.
+            Decay rates and their biases, convolutions, KDA's output norms and router biases stay float32 or wider.
     Returns:
         (config, variables) for `KimiK3(config).apply(variables, ...)`.
     Raises:
         FileNotFoundError: no config.json or no safetensors file.
-        ValueError: another model, or tensors that are missing, unknown or of another shape.
+        ValueError: another model, a config.json without a needed key, tensors that are missing, unknown or of another
+            shape, or float64 without jax.enable_x64.
+    Source: spec §10, §1.4.
     """
     folder = pathlib.Path(path)
     if not (folder / "config.json").is_file():
@@ -47,9 +51,8 @@ def load(path: str | pathlib.Path, dtype: Any = None) -> tuple[ModelConfig, dict
 
     blocks = {f"stage_{i}": stage for i, stage in enumerate(plan_layers(config))}
     leaves: dict[tuple[str, ...], np.ndarray] = {}
-    handles = {file: safe_open(file, "np") for file in set(files.values())}
-    for tensor in expected:
-        part = to_ours(tensor, handles[files[tensor.name]].get_tensor(tensor.name))
+    for tensor, stored in _read(expected, files):
+        part = to_ours(tensor, stored)
         if dtype is not None:
             wide = tensor.path[-1] in _WIDE
             part = part.astype(np.promote_types(compute, np.float32) if wide else compute)
@@ -67,8 +70,24 @@ def load(path: str | pathlib.Path, dtype: Any = None) -> tuple[ModelConfig, dict
         node = variables
         for key in keys[:-1]:
             node = node.setdefault(key, {})
-        node[keys[-1]] = jax.device_put(leaf)
+        node[keys[-1]] = _place(leaf, "/".join(keys))
     return config, variables
+
+
+def _read(tensors: list[HFTensor], files: dict[str, pathlib.Path]) -> Iterator[tuple[HFTensor, np.ndarray]]:
+    """Each tensor with its stored array; every file is open once, until the last is read."""
+    with contextlib.ExitStack() as stack:
+        handles = {file: stack.enter_context(safe_open(file, "np")) for file in sorted(set(files.values()))}
+        for tensor in tensors:
+            yield tensor, handles[files[tensor.name]].get_tensor(tensor.name)
+
+
+def _place(leaf: np.ndarray, name: str) -> jax.Array:
+    """The array on the default device, and not a narrower one."""
+    placed = jax.device_put(leaf)
+    if placed.dtype != leaf.dtype:
+        raise ValueError(f"{name}: {leaf.dtype} would become {placed.dtype}; enable x64: jax.enable_x64(True)")
+    return placed
 
 
 def _repeats(stage, run: str) -> int:

@@ -39,14 +39,14 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     Returns:
         ModelConfig.
     Raises:
-        ValueError: another model, or a setting that has no counterpart here.
+        ValueError: another model, a setting that has no counterpart here, or a key that is missing.
     Source: spec §1.1; both text models call themselves kimi_linear, so the top level decides (spec §12, trap 18).
     """
     kind = values.get("model_type")
     if kind not in ("kimi_k3", "kimi_linear"):
         raise ValueError(f"config.json: model_type = {kind!r}: expected 'kimi_k3' or 'kimi_linear'")
-    text = values["text_config"] if kind == "kimi_k3" else values
-    linear = text["linear_attn_config"]
+    text = _Section(_Section(values, "")["text_config"], "text_config.") if kind == "kimi_k3" else _Section(values, "")
+    linear = _Section(text["linear_attn_config"], f"{text.name}linear_attn_config.")
     fixed = {
         "mla_use_nope": True,
         "moe_renormalize": True,
@@ -99,6 +99,17 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     )
     by_rule = dataclasses.replace(config, mla_layers=None)
     return by_rule if by_rule.global_layers == config.global_layers else config
+
+
+class _Section(dict):
+    """A part of config.json; a key that is missing is one line that names it."""
+
+    def __init__(self, values: dict[str, Any], name: str):
+        super().__init__(values)
+        self.name = name
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"config.json: no {self.name}{key}; is it the file of the released checkpoint?")
 
 
 def hf_tensors(config: ModelConfig, prefix: str) -> list[HFTensor]:

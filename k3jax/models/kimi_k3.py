@@ -136,7 +136,8 @@ class _Runner:
         for r, run in enumerate(stage.runs):
             run_params, run_router = params[f"run_{r}"], router.get(f"run_{r}", {})
             if run.repeats == 1:
-                depth, out = self._group(run, _index(run_params, 0), _index(run_router, 0), depth)
+                scanned = self.config.layer_loop == "scan" and stage.repeats > 1
+                depth, out = self._group(run, _index(run_params, 0), _index(run_router, 0), depth, scanned)
                 outputs[f"run_{r}"] = _stack([out])
             else:
                 depth, outputs[f"run_{r}"] = self._repeat(run, run_params, run_router, depth)
@@ -145,12 +146,12 @@ class _Runner:
         return depth, outputs
 
     def _repeat(self, run: Run, params: Tree, router: Tree, depth: Depth) -> tuple[Depth, Tree]:
-        form = self.config.attn_res
+        form, scanned = self.config.attn_res, self.config.layer_loop == "scan"
         if form == "full":  # every sublayer is a source: the memory itself is what the scan carries
             full = reserve(depth, 2 * run.num_layers)
 
             def grow(carry, xs):
-                new, out = self._group(run, *xs, Depth(*carry))
+                new, out = self._group(run, *xs, Depth(*carry), scanned)
                 return (new.memory_BTRD, new.mask_R), out
 
             (memory_BTRD, _), outs = _loop(self.config, grow, (full.memory_BTRD, full.mask_R), (params, router))
@@ -163,20 +164,21 @@ class _Runner:
         def body(carry, xs):
             partial_BTD, begun = carry
             here = depth._replace(partial_BTD=partial_BTD, started=True if started is True else begun)
-            new, out = self._group(run, *xs, here)
+            new, out = self._group(run, *xs, here, scanned)
             return (new.partial_BTD, jnp.ones((), bool)), out
 
         (partial, _), outs = _loop(self.config, body, (partial, jnp.asarray(started)), (params, router))
         return depth._replace(partial_BTD=partial, started=True), outs
 
-    def _group(self, run: Run, params: Tree, router: Tree, depth: Depth) -> tuple[Depth, Tree]:
+    def _group(self, run: Run, params: Tree, router: Tree, depth: Depth, scanned: bool) -> tuple[Depth, Tree]:
+        """One pass of a run's layers; `scanned` tells whether a lax.scan, of the run or of the block, is around it."""
         outputs = {}
         for p, kind in enumerate(run.kinds):
             name = f"layer_{p}"
-            depth, outputs[name] = self._layer(kind, params[name], router.get(name, {}), depth)
+            depth, outputs[name] = self._layer(kind, params[name], router.get(name, {}), depth, scanned)
         return depth, outputs
 
-    def _layer(self, kind: LayerKind, params: Tree, router: Tree, depth: Depth) -> tuple[Depth, Tree]:
+    def _layer(self, kind: LayerKind, params: Tree, router: Tree, depth: Depth, scanned: bool) -> tuple[Depth, Tree]:
         layer = DecoderLayer(self.config, kind, self.dtype, parent=None)
 
         def run(params, router, memory, partial, mask, segment_ids):
@@ -184,8 +186,8 @@ class _Runner:
             return layer.apply(variables, memory, partial, mask, segment_ids, mutable=list(self.collections))
 
         if self.config.remat != "none":
-            # In a scan nothing outside the loop body can be merged with the recomputation, so no barrier is needed.
-            scanned = self.config.layer_loop == "scan"
+            # A scan's backward pass is a loop of its own, so nothing there can be merged with the recomputation;
+            # outside of one the compiler would merge the two, and save what was to be recomputed.
             run = jax.checkpoint(run, policy=REMAT_POLICIES[self.config.remat], prevent_cse=not scanned)
         out, outputs = run(
             params, router, depth.memory_BTRD, depth.partial_BTD, source_mask(depth), self.segment_ids_BT

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from k3jax.config import Config
 from k3jax.data import Batch
 from k3jax.models import KimiK3
+from k3jax.models.kimi_k3 import compute_dtype
 from k3jax.ops.losses import Loss, next_token_loss
 from k3jax.train.balance import update_bias
 from k3jax.train.mesh import DATA_AXIS, check_batch, over_rows, replicated
@@ -84,7 +85,7 @@ def objective(config: Config, scale: Scale, params: Tree, router: Tree, batch: B
         {"params": params, "router": router}, batch.tokens_BT, batch.segment_ids_BT,
         output="hidden", mutable=["router_stats"],
     )  # fmt: skip
-    loss = next_token_loss(hidden_BTD, params["head"], batch.targets_BT, z_loss=config.optim.z_loss)
+    loss = next_token_loss(hidden_BTD, _head(config, params), batch.targets_BT, z_loss=config.optim.z_loss)
     stats = flatten_dict(outputs.get("router_stats", {}))
     aux = jnp.zeros((), loss.nats.dtype)
     for path in [path for path in stats if path[-1] == "aux_loss"]:
@@ -93,6 +94,11 @@ def objective(config: Config, scale: Scale, params: Tree, router: Tree, batch: B
     per_token = config.model.balancing_aux_weight * scale.targets / jnp.maximum(scale.tokens, 1)
     tokens = {path: stats.pop(path) for path in list(stats) if path[-1] in PER_TOKEN}
     return loss.nats + loss.z + per_token.astype(aux.dtype) * aux, (Tally(loss, aux, stats), tokens)
+
+
+def _head(config: Config, params: Tree) -> jax.Array:
+    """The output head as `KimiK3` itself multiplies by it, in the compute dtype; the gradient is the master's."""
+    return params["head"].astype(compute_dtype(config.model))
 
 
 def _auxiliary(sums) -> jax.Array:
@@ -220,7 +226,7 @@ def make_eval_step(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Tree, B
 
     def sums(variables: Tree, batch: Batch) -> dict[str, jax.Array]:
         hidden_BTD = KimiK3(config.model).apply(variables, batch.tokens_BT, batch.segment_ids_BT, output="hidden")
-        loss = next_token_loss(hidden_BTD, variables["params"]["head"], batch.targets_BT)
+        loss = next_token_loss(hidden_BTD, _head(config, variables["params"]), batch.targets_BT)
         return jax.lax.psum({"nats": loss.nats, "count": loss.count, "correct": loss.correct}, DATA_AXIS)
 
     def evaluate(variables: Tree, batch: Batch) -> dict[str, jax.Array]:

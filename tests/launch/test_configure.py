@@ -177,6 +177,7 @@ def test_text_of_a_configuration_gives_it_back(write, config):
         ("\0", ["a.gin:", "not valid gin"]),
         ("DataConfig.batch_size = 3\nTrainConfig.num_microbatches = 2", ["a.gin:3", "must divide DataConfig.b"]),
         ("ModelConfig.num_experts = 16", ["a.gin:2", "num_experts_per_token = 16", "less than ModelConfig.num"]),
+        ("ModelConfig.num_experts = 8", ["a.gin:2", "num_experts_per_token = 16", "not exceed ModelConfig.num"]),
         ("ModelConfig.kda_num_value_heads = 100", ["a.gin:2", "multiple of ModelConfig.kda_num_heads = 96"]),
         ("ModelConfig.mla_layers = (94,)", ["a.gin:2", "ModelConfig.num_layers = 93"]),
         ("ModelConfig.mla_layers = (2, 1)", ["a.gin:2", "ascending"]),

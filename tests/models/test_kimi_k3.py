@@ -10,6 +10,7 @@ import pytest
 
 from k3jax.config import ModelConfig
 from k3jax.models import KimiK3, init_variables
+from k3jax.models.kimi_k3 import variable_shapes
 from k3jax.models.plan import layer_kinds, layer_slots, plan_layers
 from tests.conftest import rel_error
 
@@ -70,6 +71,33 @@ def test_scan_unroll_and_remat_agree(form):
         scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(want_grads))
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
             assert float(jnp.abs(a - b).max()) < 2e-5 * scale, change
+
+
+def checkpoints_of(jaxpr, scanned=False):
+    """Every jax.checkpoint of a program: (whether a scan is around it, whether merging is prevented)."""
+    found = []
+    for equation in jaxpr.eqns:
+        if "prevent_cse" in equation.params:
+            found.append((scanned, equation.params["prevent_cse"]))
+            continue  # what lies inside is a layer
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                found += checkpoints_of(inner, scanned or equation.primitive.name == "scan")
+    return found
+
+
+@pytest.mark.parametrize("form", ["k3", "full", "plain"])
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_a_recomputed_layer_outside_of_a_scan_is_kept_apart_from_its_first_run(form, layer_loop):
+    config = dataclasses.replace(TINY, remat="layer", layer_loop=layer_loop, **FORMS[form])
+    shapes = variable_shapes(config)
+    layers = checkpoints_of(jax.make_jaxpr(KimiK3(config).apply)(shapes, tokens_of(4)).jaxpr)
+    assert all(prevented == (not scanned) for scanned, prevented in layers), layers
+    if layer_loop == "scan":
+        assert {scanned for scanned, _ in layers} == {True, False}
+    else:
+        assert layers == [(False, True)] * config.num_layers
 
 
 def test_full_form_reads_every_sublayer():
@@ -156,7 +184,7 @@ def test_initial_values():
     for decay in ("bounded", "softplus"):
         params = init_variables(dataclasses.replace(TINY, kda_decay=decay))["params"]
         leaves = dict(jax.tree_util.tree_leaves_with_path(params))
-        named = lambda name: [np.asarray(x) for p, x in leaves.items() if p[-1].key == name]  # noqa: E731, B023
+        named = lambda name: [np.asarray(x) for p, x in leaves.items() if p[-1].key == name]  # noqa: E731
         for bias in named("dt_bias"):
             dt = np.log1p(np.exp(bias))
             assert dt.min() >= 0.99e-3 and dt.max() <= 0.101 and np.ptp(dt) > 0

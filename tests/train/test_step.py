@@ -17,7 +17,7 @@ from k3jax.ops.balancing import max_violation
 from k3jax.train.balance import layer_values
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.state import make_state
-from k3jax.train.step import make_eval_step, make_train_step
+from k3jax.train.step import Scale, make_eval_step, make_train_step, objective
 from tests.conftest import rel_error
 from tests.train.tiny import (
     K3_SHAPE,
@@ -301,6 +301,23 @@ def test_bfloat16_products_leave_the_state_in_float32_and_the_bias_outside_the_o
     assert len(jax.tree.leaves(state.router)) == 1
     for tree in (state.params, state.opt_state.momentum, state.opt_state.second_moment):
         assert not any("bias" in path for path in flatten_dict(tree))
+
+
+def test_bfloat16_loss_is_that_of_the_model_s_own_logits():
+    """The head is rounded as in `KimiK3`, for training and evaluation; its float32 master gets the gradient."""
+    config = make_config({"dtype": "bfloat16"} | ONE_LAYER)
+    start, batch = fresh_state(config), make_batch(8)
+    nats, z, _ = jax.jit(lambda p, r: reference_loss(config, p, r, batch))(start.params, start.router)
+    scale = Scale(np.sum(batch.targets_BT >= 0, dtype=np.int32), np.sum(batch.segment_ids_BT != 0, dtype=np.int32))
+    compute = jax.jit(jax.value_and_grad(functools.partial(objective, config, scale), has_aux=True))
+    (value, _), grads = compute(start.params, start.router, batch)
+    assert rel_error(value, (nats + z) * scale.targets) < 2e-6
+    sums = make_eval_step(config, mesh_of())(start.variables, batch)
+    assert rel_error(sums["nats"], nats * scale.targets) < 2e-6
+    assert grads["head"].dtype == jnp.float32 and np.all(np.any(np.asarray(grads["head"]) != 0, axis=0))
+    flipped = start._replace(params=start.params | {"head": np.asarray(start.params["head"].astype(jnp.bfloat16))})
+    rounded = make_eval_step(config, mesh_of())(jax.device_get(flipped.variables), batch)
+    assert rel_error(rounded["nats"], sums["nats"]) == 0  # the master's low bits are no part of a product
 
 
 @pytest.mark.parametrize("balancing", ["quantile", "quantile_exact", "sign", "aux_loss", "none"])
