@@ -35,7 +35,15 @@ def source_mask(depth: Depth) -> jax.Array | None:
 
 
 def append(depth: Depth, source_BTD: jax.Array) -> Depth:
-    """Writes one more source: into the next free slot of a masked memory, else at the end of a longer one."""
+    """Writes one more source: into the next free slot of a masked memory, else at the end of a longer one.
+
+    Args:
+        depth: with a memory; one with a mask has to have a free slot.
+        source_BTD: [B, T, D] in the memory's dtype.
+    Returns:
+        The depth with the source in its memory; the running sum stays as it is.
+    Source: spec §4.2.
+    """
     if depth.mask_R is None:
         return depth._replace(memory_BTRD=jnp.concatenate([depth.memory_BTRD, source_BTD[:, :, None]], axis=2))
     slot = jnp.sum(depth.mask_R)
@@ -44,7 +52,14 @@ def append(depth: Depth, source_BTD: jax.Array) -> Depth:
 
 
 def reserve(depth: Depth, slots: int) -> Depth:
-    """A memory with room for `slots` more sources, as a scan needs: its shape stays, its mask fills up."""
+    """A memory with room for `slots` more sources, as a scan needs: its shape stays, its mask fills up.
+
+    Args:
+        depth: with a memory that is written in full (no mask yet).
+        slots: sources that `append` will add.
+    Returns:
+        The depth with memory_BTRD [B, T, R + slots, D], zeros at the end, and mask_R true for the first R.
+    """
     R = depth.memory_BTRD.shape[2]
     memory = jnp.pad(depth.memory_BTRD, ((0, 0), (0, 0), (0, slots), (0, 0)))
     return depth._replace(memory_BTRD=memory, mask_R=jnp.arange(R + slots) < R)

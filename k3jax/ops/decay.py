@@ -8,17 +8,17 @@ def _float32_or_wider(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def softplus_decay(z_BTJK, a_log_J):
+def softplus_decay(z_BTJK: jax.Array, a_log_J: jax.Array) -> jax.Array:
     """Log decay -exp(A) * softplus(z), in (-inf, 0): the gate of Kimi Linear.
 
     The larger z, the stronger the forgetting. There is no floor: one token may erase its channel completely.
 
     Args:
-      z_BTJK: raw gate with dt_bias already added, any float dtype, any leading shape before [J, K].
-      a_log_J: log of the rate of each value head.
+        z_BTJK: raw gate with dt_bias already added, any float dtype, any leading shape before [J, K].
+        a_log_J: log of the rate of each value head.
 
     Returns:
-      g_BTJK, log decay a token (natural log), float32 or wider, <= 0.
+        g_BTJK, log decay a token (natural log), float32 or wider, <= 0.
 
     Source: spec §2.2.
     """
@@ -26,21 +26,21 @@ def softplus_decay(z_BTJK, a_log_J):
     return -jnp.exp(a_log_J)[:, None] * jax.nn.softplus(z_BTJK)
 
 
-def bounded_decay(z_BTJK, a_log_J, lower_bound=-5.0):
+def bounded_decay(z_BTJK: jax.Array, a_log_J: jax.Array | None, lower_bound: float = -5.0) -> jax.Array:
     """Log decay lower_bound * sigmoid(exp(A) * z), in (lower_bound, 0): the gate of K3.
 
     The larger z, the stronger the forgetting, as with `softplus_decay`.
 
     Args:
-      z_BTJK: raw gate with dt_bias already added, any float dtype, any leading shape before [J, K].
-      a_log_J: log of the slope of each value head; None means slope 1.
-      lower_bound: strongest log decay a token, < 0.
+        z_BTJK: raw gate with dt_bias already added, any float dtype, any leading shape before [J, K].
+        a_log_J: log of the slope of each value head; None means slope 1.
+        lower_bound: strongest log decay a token, < 0.
 
     Returns:
-      g_BTJK, log decay a token (natural log), float32 or wider, <= 0.
+        g_BTJK, log decay a token (natural log), float32 or wider, <= 0.
 
     Raises:
-      ValueError: lower_bound is not negative.
+        ValueError: lower_bound is not negative.
 
     Source: spec §2.2.
     """

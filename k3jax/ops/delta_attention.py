@@ -29,24 +29,24 @@ class KDAOutput(NamedTuple):
     final_state_BJKV: jax.Array
 
     @property
-    def o_BJV(self):
+    def o_BJV(self) -> jax.Array:
         return self.o_BTJV
 
     @property
-    def state_BJKV(self):
+    def state_BJKV(self) -> jax.Array:
         return self.final_state_BJKV
 
 
 def kda(
-    q_BTHK,
-    k_BTHK,
-    v_BTJV,
-    g_BTJK,
-    beta_BTJ,
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTJV: jax.Array,
+    g_BTJK: jax.Array,
+    beta_BTJ: jax.Array,
     *,
     scale: float | None = None,
-    initial_state_BJKV=None,
-    segment_ids_BT=None,
+    initial_state_BJKV: jax.Array | None = None,
+    segment_ids_BT: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: Implementation = "auto",
 ) -> KDAOutput:
@@ -57,31 +57,31 @@ def kda(
     later token, to the bit.
 
     Args:
-      q_BTHK: queries, usually of unit length.
-      k_BTHK: keys, usually of unit length.
-      v_BTJV: values. J is a multiple of H; value head j uses query/key head j // (J / H). V may differ from
-        K.
-      g_BTJK: log decay, natural log, <= 0, of any magnitude.
-      beta_BTJ: write strength, in (0, 1), or (0, 2) where negative eigenvalues are allowed.
-      scale: multiplies q; None means K**-0.5.
-      initial_state_BJKV: state before the first non-padding token; None means zeros. It belongs to the first
-        document of its row.
-      segment_ids_BT: integers; equal neighbours are one document, 0 is padding. A document starts from a zero
-        state wherever the id changes, and after padding even if the id repeats. Padding reads 0 and leaves
-        the state untouched. None means one document a row and no padding.
-      chunk_size: tokens a chunk, a power of two; None means 32. The recurrent form uses it only to bound
-        memory.
-      implementation: "recurrent" scans token by token (the reference); "chunked" uses matrix products inside
-        chunks and a custom gradient that keeps the inputs and a state a chunk; "auto" is chunked, or
-        recurrent for a single token.
+        q_BTHK: queries, usually of unit length.
+        k_BTHK: keys, usually of unit length.
+        v_BTJV: values. J is a multiple of H; value head j uses query/key head j // (J / H). V may differ from
+          K.
+        g_BTJK: log decay, natural log, <= 0, of any magnitude.
+        beta_BTJ: write strength, in (0, 1), or (0, 2) where negative eigenvalues are allowed.
+        scale: multiplies q; None means K**-0.5.
+        initial_state_BJKV: state before the first non-padding token; None means zeros. It belongs to the first
+          document of its row.
+        segment_ids_BT: integers; equal neighbours are one document, 0 is padding. A document starts from a zero
+          state wherever the id changes, and after padding even if the id repeats. Padding reads 0 and leaves
+          the state untouched. None means one document a row and no padding.
+        chunk_size: tokens a chunk, a power of two; None means 32. The recurrent form uses it only to bound
+          memory.
+        implementation: "recurrent" scans token by token (the reference); "chunked" uses matrix products inside
+          chunks and a custom gradient that keeps the inputs and a state a chunk; "auto" is chunked, or
+          recurrent for a single token.
 
     Returns:
-      KDAOutput: o_BTJV in v's dtype; final_state_BJKV after the last non-padding token, float32 or wider
-      (the initial state, or zeros, where there is none).
+        KDAOutput: o_BTJV in v's dtype; final_state_BJKV after the last non-padding token, float32 or wider
+        (the initial state, or zeros, where there is none).
 
     Raises:
-      ValueError: shapes that do not fit together, T = 0, an unknown implementation, a chunk size that is not
-        a power of two.
+        ValueError: shapes that do not fit together, T = 0, an unknown implementation, a chunk size that is not
+          a power of two.
 
     Source: spec §2.3, §2.4, §2.7.
     """
@@ -114,23 +114,32 @@ def kda(
     return KDAOutput(o_BTJV.astype(v_BTJV.dtype), final_state_BJKV)
 
 
-def kda_step(q_BHK, k_BHK, v_BJV, g_BJK, beta_BJ, state_BJKV, *, scale: float | None = None) -> KDAOutput:
+def kda_step(
+    q_BHK: jax.Array,
+    k_BHK: jax.Array,
+    v_BJV: jax.Array,
+    g_BJK: jax.Array,
+    beta_BJ: jax.Array,
+    state_BJKV: jax.Array,
+    *,
+    scale: float | None = None,
+) -> KDAOutput:
     """One token of Kimi Delta Attention, for decoding.
 
     Args:
-      q_BHK: query.
-      k_BHK: key.
-      v_BJV: value; J a multiple of H.
-      g_BJK: log decay, <= 0.
-      beta_BJ: write strength.
-      state_BJKV: state after the tokens before this one.
-      scale: multiplies q; None means K**-0.5.
+        q_BHK: query.
+        k_BHK: key.
+        v_BJV: value; J a multiple of H.
+        g_BJK: log decay, <= 0.
+        beta_BJ: write strength.
+        state_BJKV: state after the tokens before this one.
+        scale: multiplies q; None means K**-0.5.
 
     Returns:
-      KDAOutput: o_BJV in v's dtype and state_BJKV after this token, float32 or wider.
+        KDAOutput: o_BJV in v's dtype and state_BJKV after this token, float32 or wider.
 
     Raises:
-      ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together.
 
     Source: spec §2.3, §2.8.
     """

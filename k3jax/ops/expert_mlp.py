@@ -49,14 +49,14 @@ class _Hidden(NamedTuple):
 
 
 def expert_mlp(
-    x_TL,
-    ids_TS,
-    weights_TS,
-    w_gate_ELF,
-    w_up_ELF,
-    w_down_EFL,
+    x_TL: jax.Array,
+    ids_TS: jax.Array,
+    weights_TS: jax.Array,
+    w_gate_ELF: jax.Array,
+    w_up_ELF: jax.Array,
+    w_down_EFL: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
-):
+) -> jax.Array:
     """Sums a token's experts, each weighted at its output: sum_s weights[t, s] * expert_ids[t, s](x[t]).
 
     Products accumulate in float32 or wider and are rounded to x_TL's dtype, the experts' outputs too; these are then
@@ -96,9 +96,11 @@ def expert_mlp(
 
 @functools.cache
 def _say_choice():
+    """Says once a process what is picked where; the choice itself falls as each program is lowered."""
     _log.info(
-        "experts: jax.lax.ragged_dot in programs lowered for TPU; elsewhere tiles of %d rows of one expert, because"
-        " ragged_dot costs as much there as a dense product with every expert",
+        "experts: lowered for TPU, jax.lax.ragged_dot, and tiles of rows of one expert for the gradient to matrices;"
+        " lowered for any other platform, tiles of %d rows for everything, because ragged_dot costs as much there as"
+        " a dense product with every expert",
         _TILE,
     )
 
@@ -274,7 +276,9 @@ def _zero_rows(x_TL, dispatch, w):
 def _varying(array, *like):
     """The array, typed as differing between devices where `like` does: a loop's carry inside shard_map must be.
 
-    A choice between equals has the type of its condition, and compiles to nothing.
+    Only a shard_map that checks this (check_vma=True, its default) asks for it; the train step does without the check,
+    a caller of `expert_mlp` need not (tests/ops/test_expert_mlp.py, test_inside_shard_map). A choice between equals
+    has the type of its condition, and compiles to nothing.
     """
     for x in like:
         array = jnp.where(x[(0,) * x.ndim] == 0, array, array)

@@ -25,15 +25,15 @@ def recurrent(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scal
     chunk_size states, not with T of them.
 
     Args:
-      q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ: as `kda` takes them, padding tokens already inert (zeros).
-      state_BJKV: initial state; its dtype is the dtype of all arithmetic.
-      run_BT: int32 number of the document a token belongs to, or None for one document a row; the state is
-        zeroed where it grows.
-      scale: multiplies q.
-      chunk_size: tokens of the inner scan.
+        q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ: as `kda` takes them, padding tokens already inert (zeros).
+        state_BJKV: initial state; its dtype is the dtype of all arithmetic.
+        run_BT: int32 number of the document a token belongs to, or None for one document a row; the state is
+          zeroed where it grows.
+        scale: multiplies q.
+        chunk_size: tokens of the inner scan.
 
     Returns:
-      o_BTJV and the final state_BJKV, both in the state's dtype.
+        o_BTJV and the final state_BJKV, both in the state's dtype.
 
     Source: spec §2.3.
     """

@@ -20,7 +20,9 @@ class Routing(NamedTuple):
     scores_TE: jax.Array
 
 
-def route(x_TD, router_DE, bias_E, k: int, *, routed_scaling_factor: float = 1.0) -> Routing:
+def route(
+    x_TD: jax.Array, router_DE: jax.Array, bias_E: jax.Array, k: int, *, routed_scaling_factor: float = 1.0
+) -> Routing:
     """Selects the top k of sigmoid(x router) + bias, and weighs them by the unbiased scores.
 
     The bias decides who is selected and nothing else: it gets no gradient, and the weights are the selected
@@ -47,9 +49,7 @@ def route(x_TD, router_DE, bias_E, k: int, *, routed_scaling_factor: float = 1.0
     E = router_DE.shape[-1]
     check_top_k(k, E)
     if jnp.finfo(bias_E.dtype).bits < 32:
-        raise ValueError(
-            f"router bias is {bias_E.dtype}; keep it in float32 (low bits decide who is selected)"
-        )
+        raise ValueError(f"router bias is {bias_E.dtype}; keep it in float32 (low bits decide who is selected)")
     wide = jnp.promote_types(jnp.promote_types(x_TD.dtype, router_DE.dtype), jnp.float32)
     logits_TE = jnp.dot(x_TD.astype(wide), router_DE.astype(wide), precision=lax.Precision.HIGHEST)
     scores_TE = jax.nn.sigmoid(logits_TE)
@@ -68,6 +68,4 @@ def check_top_k(k: int, num_experts: int) -> None:
         ValueError: k is not in 1..num_experts.
     """
     if not 1 <= k <= num_experts:
-        raise ValueError(
-            f"cannot select {k} of {num_experts} experts a token; choose a top-k from 1 to {num_experts}"
-        )
+        raise ValueError(f"cannot select {k} of {num_experts} experts a token; choose a top-k from 1 to {num_experts}")

@@ -6,9 +6,7 @@ import jax.numpy as jnp
 from k3jax.ops.norms import upcast
 
 
-def situ_glu(
-    gate: jax.Array, up: jax.Array, beta: float = 4.0, linear_beta: float | None = 25.0
-) -> jax.Array:
+def situ_glu(gate: jax.Array, up: jax.Array, beta: float = 4.0, linear_beta: float | None = 25.0) -> jax.Array:
     """SiTU-GLU: [beta tanh(gate/beta) sigmoid(gate)] [linear_beta tanh(up/linear_beta)].
 
     Both factors are bounded smoothly, so |output| <= beta * linear_beta; to first order at 0 it is SwiGLU.
