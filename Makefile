@@ -16,10 +16,10 @@ quickstart: $(VENV)/.core
 	$(BIN)/k3 generate --workdir=$(RUN) --prompt="def " --max_tokens=200
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" tests
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

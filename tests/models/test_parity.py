@@ -44,11 +44,14 @@ class Case:
         self.model = KimiK3(self.config)
         self.reference = np.load(FIXTURES / name / "reference.npz")
         self.probes = np.load(FIXTURES / name / "probes.npz")
-        tokens = jnp.asarray(self.reference["input_ids"])
-        self.logits, recorded = jax.jit(lambda v, t: self.model.apply(v, t, mutable=["intermediates"]))(
-            self.variables, tokens
-        )
-        self.recorded = recorded["intermediates"]
+        self.tokens = np.asarray(self.reference["input_ids"])
+        self._apply = jax.jit(lambda v, t, i: self.model.apply(v, t, i, mutable=["intermediates"]))
+        self.logits, self.recorded = self.apply(self.tokens, np.ones_like(self.tokens))
+
+    def apply(self, tokens, segment_ids):
+        """Logits and recorded intermediates; one program for all tests of a case."""
+        logits, recorded = self._apply(self.variables, jnp.asarray(tokens), jnp.asarray(segment_ids))
+        return logits, recorded["intermediates"]
 
     def of_layer(self, tree, layer: int):
         """A layer's part of stacked variables or recordings."""
@@ -117,16 +120,15 @@ def test_depth_mixes(case):
 def test_packed_documents(case):
     """Three documents in a row give the logits of each alone; other ids and padding between rows change nothing."""
     bounds = case.reference["packed_boundaries"]
-    tokens = jnp.asarray(case.reference["input_ids"])
-    ids = np.zeros(tokens.shape, np.int32)
+    ids = np.zeros_like(case.tokens)
     for i, (start, end) in enumerate(itertools.pairwise(bounds)):
         ids[:, start:end] = 7 - 3 * i
-    logits = jax.jit(case.model.apply)(case.variables, tokens, jnp.asarray(ids))
+    logits, _ = case.apply(case.tokens, ids)
     case.check(logits, "packed_logits", 5e-5)
 
 
 def test_gradients(case):
-    tokens = jnp.asarray(case.reference["input_ids"])
+    tokens = jnp.asarray(case.tokens)
     targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 
     def loss_fn(params):
@@ -171,15 +173,13 @@ def test_gradients(case):
 def test_greedy(case):
     """Continuing by the arg max of full recomputation picks the reference's tokens."""
     start, steps = int(case.reference["greedy_prompt_len"]), case.reference["greedy_tokens"].shape[1]
-    tokens = np.zeros((2, start + steps), np.int32)
-    tokens[:, :start] = case.reference["input_ids"][:, :start]
-    apply = jax.jit(case.model.apply)
+    tokens = np.where(np.arange(case.tokens.shape[1]) < start, case.tokens, 0)
     for i in range(steps):
-        ids = jnp.broadcast_to(jnp.arange(start + steps) < start + i, tokens.shape).astype(jnp.int32)
-        logits = apply(case.variables, jnp.asarray(tokens), ids)[:, start + i - 1]
+        ids = np.broadcast_to(np.arange(tokens.shape[1]) < start + i, tokens.shape).astype(np.int32)
+        logits = case.apply(tokens, ids)[0][:, start + i - 1]
         case.check(logits, "greedy_logits", 1e-4, (slice(None), i))
         tokens[:, start + i] = np.argmax(logits, -1)
-    np.testing.assert_array_equal(tokens[:, start:], case.reference["greedy_tokens"])
+    np.testing.assert_array_equal(tokens[:, start : start + steps], case.reference["greedy_tokens"])
 
 
 def test_probes(case):
