@@ -1,8 +1,9 @@
 """`k3 generate`: continues a prompt with a run's model."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from launch import session
 
@@ -10,17 +11,33 @@ HELP = "Continues a prompt with a run's model, one token at a time."
 EXAMPLE = 'k3 generate --workdir=runs/mine --prompt="def " --max_tokens=200'
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for half a character
+MAX_INT32 = 2**31 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this verb's options."""
     session.add_run_arguments(parser)
     parser.add_argument("--prompt", default="", help="the text to continue; empty starts a document")
-    parser.add_argument("--max_tokens", type=int, default=200, metavar="N", help="the most to generate (200)")
+    count = _number(int, "a whole number from 1 up", 1, MAX_INT32)
+    parser.add_argument("--max_tokens", type=count, default=200, metavar="N", help="the most to generate (200)")
+    temperature = _number(float, "a number from 0 up", 0, sys.float_info.max)
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="X", help="0 takes the most probable token (0.8)"
+        "--temperature", type=temperature, default=0.8, metavar="X", help="0 takes the most probable token (0.8)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
+    seed = _number(int, f"a whole number from 0 to {MAX_INT32}", 0, MAX_INT32)
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="the same seed gives the same text (0)")
+
+
+def _number(kind: Callable[[str], float], noun: str, low: float, high: float) -> Callable[[str], float]:
+    """A parser of an option's number that says what the option takes."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if low <= kind(text) <= high:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {noun}")
+
+    return parse
 
 
 def run(args: argparse.Namespace) -> int:

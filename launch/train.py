@@ -1,12 +1,14 @@
 """`k3 train`: trains a model, or goes on where a run stopped."""
 
 import argparse
+import os
 import pathlib
 import signal
 import sys
 
 from k3jax.config import Config
-from k3jax.train.run_dir import Claim, RunRefused, new_workdir
+from k3jax.config_checks import require
+from k3jax.train.run_dir import Claim, RunRefused, check_vocabulary, new_workdir, remove_unused
 from launch import configure, session
 
 HELP = "Trains a model. With the --workdir of a run that was stopped or killed, goes on where it was."
@@ -28,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains; returns the exit status: 0 finished, 1 stopped by an error, 2 refused, 128 + N after signal N."""
     if not args.gin_file and not args.print_config:
         own = pathlib.Path(args.workdir or "") / "config.gin"
-        if args.workdir is None or not own.is_file():
+        if args.workdir is None or not os.path.isfile(own):
             files = " ".join(str(file) for file in configure.experiment_files())
             print(f"k3 train: error: no configuration; give --gin_file=F, such as {files}", file=sys.stderr)
             return 2
@@ -37,16 +39,29 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(loaded.operative, end="")
         return 0
-    from k3jax.train.mesh import check_mesh
-
-    check_mesh(loaded.config.mesh)
-    workdir = args.workdir or new_workdir(pathlib.Path(args.gin_file[-1]).stem)
+    _check(loaded.config)
+    own_workdir = None
     try:
-        with Claim(workdir, loaded.config) as claim:
+        own_workdir = None if args.workdir else new_workdir(pathlib.Path(args.gin_file[-1]).stem)
+        with Claim(args.workdir or own_workdir, loaded.config) as claim:
             return _train(loaded.config, claim)
     except RunRefused as error:
         print(f"k3 train: error: {error}", file=sys.stderr)
         return 2
+    finally:
+        if own_workdir is not None:
+            remove_unused(own_workdir)
+
+
+def _check(config: Config) -> None:
+    """Raises ConfigError for what cannot be trained on any devices; loads no jax."""
+    from k3jax.data import load_tokenizer
+    from k3jax.train.mesh import check_mesh
+
+    check_mesh(config.mesh)
+    in_python = "for parity checks in Python under jax.enable_x64(True); train in 'float32' or 'bfloat16'"
+    require(config.model.dtype != "float64", config.model, "dtype", in_python)
+    check_vocabulary(config, load_tokenizer(config.data.tokenizer, config.data.document_token).vocab_size)
 
 
 def _train(config: Config, claim: Claim) -> int:
@@ -74,5 +89,6 @@ def _train(config: Config, claim: Claim) -> int:
         name = signal.Signals(outcome.signal).name
         print(f"stopped at step {outcome.step} by {name}, saved; to go on: k3 train --workdir={path}")
         return 128 + outcome.signal
-    print(f"finished: {outcome.step} steps; report: {claim.run.report}")
+    report = claim.run.report if claim.run.report.exists() else "none"
+    print(f"finished: {outcome.step} steps; report: {report}")
     return 0

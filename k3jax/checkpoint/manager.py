@@ -175,7 +175,10 @@ class Checkpoints:
             action()
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise CheckpointError(f"checkpoint {self.directory}/{self._saving} could not be saved: {reason}") from error
+            what = f"checkpoint {self.directory}/{self._saving} could not be saved"
+            if self._saving is None:
+                what = f"{self.directory}: all checkpoints are saved, but closing failed"
+            raise CheckpointError(f"{what}: {reason}") from error
 
 
 def _leaves(tree: Any) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Continuing a prompt, the plain way: the whole window is run again for every token."""
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def generate_tokens(
     """
     if not len(prompt):
         raise ValueError("the prompt has no tokens; give at least one")
-    if temperature < 0:
+    if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: use 0 (the most probable token) or more")
     if max_tokens < 0:
         raise ValueError(f"max_tokens is {max_tokens}: use 0 or more")
@@ -69,7 +70,11 @@ def _sample(config, num_ids, variables, tokens_T, length, temperature, key) -> j
     """The token after the first `length` of tokens_T."""
     segment_ids_T = (jnp.arange(len(tokens_T)) < length).astype(jnp.int32)
     hidden_BTD = KimiK3(config).apply(variables, tokens_T[None], segment_ids_T[None], output="hidden")
-    last_D = hidden_BTD[0, length - 1].astype(jnp.promote_types(hidden_BTD.dtype, jnp.float32))
-    logits_W = (last_D @ variables["params"]["head"].astype(last_D.dtype))[:num_ids]
+    last_D, head_DW = hidden_BTD[0, length - 1], variables["params"]["head"]
+    wide = jnp.promote_types(last_D.dtype, jnp.float32)
+    logits_W = jnp.matmul(
+        last_D, head_DW.astype(last_D.dtype),
+        precision=jax.lax.Precision.HIGHEST if last_D.dtype == wide else None, preferred_element_type=wide,
+    )[:num_ids]  # fmt: skip
     drawn = jax.random.categorical(key, logits_W / jnp.where(temperature > 0, temperature, 1.0))
     return jnp.where(temperature > 0, drawn, jnp.argmax(logits_W))

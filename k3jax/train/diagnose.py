@@ -27,7 +27,8 @@ def explain_nonfinite(config: Config, state: TrainState, batch: Batch) -> str:
 
     Args:
         config: a whole run.
-        state: after the skipped step, which left its parameters as they were.
+        state: after the skipped step, which left its parameters as they were. If finite steps have followed it, the
+            parameters have moved, and what is named is what the batch does to the moved ones.
         batch: the step's batch, global arrays or one process's numpy rows.
     Returns:
         One line: the first output that is not finite, embedding to loss, and a parameter that holds NaN or infinity if

@@ -21,7 +21,8 @@ from k3jax.train.balance import layer_values
 Tree = dict[str, Any]
 
 FILE = "diagnostics.npz"
-MAX_TOKENS = 16384  # of the batch that are read: every layer's decays are on the devices at once
+MAX_TOKENS = 16384  # of the batch that are read
+MAX_DECAYS = 2**28  # among them: every layer's decays are on the devices at once
 
 # Half-life ln 2 / -g in tokens: ten bins a decade, and one to either side for what is shorter or longer.
 HALF_LIFE_EDGES_X = np.concatenate([[0.0], np.logspace(-2, 6, 81), [np.inf]])
@@ -53,21 +54,28 @@ class Diagnostics(NamedTuple):
     half_life_edges_Y: np.ndarray
 
 
+class Part(NamedTuple):
+    """The upper left corner of a batch: its first rows, and the first tokens of each."""
+
+    rows: int
+    tokens: int
+
+
 def collect_diagnostics(config: Config, variables: Tree, batch: Batch) -> Diagnostics:
     """Runs the model once and reduces what it recorded, on the devices.
 
     Args:
         config: a whole run.
         variables: of the model, {"params": ..., "router": ...}.
-        batch: held-out rows; the first ones, `MAX_TOKENS` tokens at most but one row at least, are read. On several
-            processes numpy arrays, the same on each.
+        batch: held-out rows, of which the first ones are read (`part_to_read`). On several processes numpy arrays,
+            the same on each.
     Returns:
         Diagnostics, as numpy arrays.
     Source: spec §2.2, §4.2.
     """
     model = config.model
-    rows = max(1, MAX_TOKENS // batch.tokens_BT.shape[1])
-    tokens_BT, segment_ids_BT = batch.tokens_BT[:rows], batch.segment_ids_BT[:rows]
+    part = part_to_read(model, batch.tokens_BT.shape[1])
+    tokens_BT, segment_ids_BT = (x[: part.rows, : part.tokens] for x in (batch.tokens_BT, batch.segment_ids_BT))
     reduced, count = jax.device_get(_reduced_pass(model)(variables, tokens_BT, segment_ids_BT))
     sources, consumers = _sources(model), _consumers(model)
     weights_QR = np.full((len(consumers), len(sources)), np.nan, np.float32)
@@ -85,6 +93,20 @@ def collect_diagnostics(config: Config, variables: Tree, batch: Batch) -> Diagno
     return Diagnostics(
         int(count), consumers, sources, weights_QR, tuple(at_least), counts_NJX, HALF_LIFE_EDGES_X.copy()
     )
+
+
+def part_to_read(model: ModelConfig, seq_len: int) -> Part:
+    """How much of a batch is read: `MAX_TOKENS` tokens with `MAX_DECAYS` decays in all layers, or less.
+
+    Args:
+        model: the architecture.
+        seq_len: tokens a row.
+    Returns:
+        Whole rows, one at least; if the decays of one are too many, the beginning of it.
+    """
+    kda_layers = model.num_layers - len(model.global_layers)
+    most = max(1, MAX_DECAYS // max(1, kda_layers * model.num_value_heads * model.kda_key_dim))
+    return Part(max(1, min(MAX_TOKENS, most) // seq_len), min(seq_len, most))
 
 
 def half_life_quantile(diagnostics: Diagnostics, quantile: float) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Held-out loss."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ def evaluate(
     Returns:
         The result, or None if it was given up or there is no held-out text.
     """
+    if not dataset.heldout.num_rows:
+        return None
     nats, count, correct = 0.0, 0, 0
     pending = None
 
@@ -52,13 +55,14 @@ def evaluate(
         sums = jax.device_get(sums)
         nats, count, correct = nats + float(sums["nats"]), count + int(sums["count"]), correct + int(sums["correct"])
 
-    for batch in dataset.heldout_batches(jax.process_index(), jax.process_count()):
-        sums = eval_step(variables, shard_batch(batch, mesh))
-        if pending is not None:
-            add(pending)  # one batch late: the devices have work while the host waits
-        pending = sums
-        if stop:
-            return None
+    with contextlib.closing(dataset.heldout_batches(jax.process_index(), jax.process_count())) as batches:
+        for batch in batches:
+            sums = eval_step(variables, shard_batch(batch, mesh))
+            if pending is not None:
+                add(pending)  # one batch late: the devices have work while the host waits
+            pending = sums
+            if stop:
+                return None
     if pending is not None:
         add(pending)
     if not count:

@@ -4,17 +4,19 @@ The host stays one step ahead of the devices: it looks at a step's metrics after
 that the devices never wait for it, and never has more than two steps' batches on them.
 """
 
+import contextlib
 import json
+import logging
 import time
 from typing import Any, Literal, NamedTuple
 
 import jax
 
 from k3jax.checkpoint.manager import CheckpointError, Checkpoints
-from k3jax.config import Config, to_dict
-from k3jax.config_checks import require
+from k3jax.config import Config
 from k3jax.data import Batch, TextDataset, load_dataset
 from k3jax.models.accounting import count_parameters, train_flops_per_token
+from k3jax.models.kimi_k3 import compute_dtype
 from k3jax.train import run_dir
 from k3jax.train.balance import layer_values
 from k3jax.train.diagnose import explain_nonfinite
@@ -27,6 +29,8 @@ from k3jax.train.run_dir import Claim, RunDir
 from k3jax.train.signals import StopRequest
 from k3jax.train.state import abstract_state, make_state
 from k3jax.train.step import make_eval_step, make_train_step
+
+logger = logging.getLogger(__name__)
 
 
 class RunError(RuntimeError):
@@ -57,19 +61,14 @@ def train(config: Config, claim: Claim) -> Outcome:
         How it ended.
     Raises:
         ConfigError, ValueError: settings that cannot work with these devices or this text.
-        RunRefused: the text is not what the run was trained on.
+        RunRefused: the text is not what the run was trained on, or these devices compute in another dtype.
         RunError: too many steps in a row that were not finite, or a checkpoint that could not be written.
     """
     mesh = make_mesh(config.mesh)
     check_batch(config, mesh)
     dataset = load_dataset(config.data)
-    vocabulary = dataset.tokenizer.vocab_size
-    require(
-        vocabulary <= config.model.vocab_size,
-        config.model,
-        "vocab_size",
-        f"the tokenizer {config.data.tokenizer!r} has {vocabulary} tokens; set it to {vocabulary} or more",
-    )
+    run_dir.check_vocabulary(config, dataset.tokenizer.vocab_size)
+    claim.write_config()
     checkpoints = None
     try:
         with StopRequest() as stop, Checkpoints(claim.run.checkpoints, config.train.keep_checkpoints) as checkpoints:
@@ -139,7 +138,8 @@ class _Training:
     def _start(self) -> None:
         """Makes or restores the state, and cuts the metrics to it."""
         config, run, newest = self.config, self.run_dir, self.checkpoints.latest()
-        for change in run_dir.record_versions(run, self.dataset.fingerprint, newest or 0):
+        dtype = compute_dtype(config.model).name
+        for change in run_dir.record_versions(run, self.dataset.fingerprint, dtype, newest or 0):
             warn(f"going on with another {change}; results may differ in the last bits")
         self.progress.say(self._describe())
         if newest is None:
@@ -212,10 +212,10 @@ class _Training:
             return
         step, metrics, batch = self.pending
         self.pending = None
-        nonfinite, targets = jax.device_get((metrics["nonfinite"], metrics["num_targets"]))
-        self.tokens += int(targets)
+        nonfinite, tokens = jax.device_get((metrics["nonfinite"], metrics["num_tokens"]))
+        self.tokens += int(tokens)
         if self.warm:
-            self.clock.tick(int(targets))
+            self.clock.tick(int(tokens))
         self.streak = self.streak + 1 if nonfinite else 0
         if step % self.config.train.log_every == 0 or step in (1, self.config.train.steps):
             self._log(step, jax.device_get(metrics), bool(nonfinite))
@@ -253,6 +253,8 @@ class _Training:
         self.skipped += 1
         if not self.fault or self.streak == 1:
             self.fault = explain_nonfinite(self.config, self.state, batch)
+            if int(self.state.streak) == 0:  # the step that was already on its way was finite, and moved them
+                self.fault += " (seen with the parameters one step later)"
             self.clock.restart()
         self.progress.say(f"step {step}: not finite, so skipped ({self.skipped} in all): {self.fault}")
         if self.streak >= self.config.train.max_nonfinite_steps:
@@ -267,31 +269,36 @@ class _Training:
             return
         self._observe()
         self.log.sync()
-        loop = {
-            "data": self.batches.get_state(),
-            "tokens": self.tokens,
-            "corpus": self.dataset.fingerprint,
-            "config": to_dict(self.config),
-        }
-        self.checkpoints.save(self.step, self.state, loop)
+        self.checkpoints.save(self.step, self.state, {"data": self.batches.get_state(), "tokens": self.tokens})
         self.saved = self.step
         self.clock.restart()
 
     def _finish(self) -> None:
         """Writes what a finished run leaves; the summary last, because it says that all is there."""
-        from k3jax.train.report import write_report  # here, because matplotlib takes a second to load
-
         self.checkpoints.wait()
         self.log.sync()
-        share = jax.process_index(), jax.process_count()
-        batches = self.dataset.heldout_batches(*share) if self.dataset.heldout.num_rows else self.batches
-        write_diagnostics(self.run_dir.path, self.config, self.state.variables, next(batches))
-        write_report(self.run_dir.path)
+        try:
+            self._write_report()
+        except Exception as error:  # nothing that was trained depends on it
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            warn(f"trained and saved; the report failed: {reason}")
+            logger.debug("the report failed", exc_info=True)
         records = read_metrics(self.run_dir.metrics)
         summary: dict[str, Any] = {}
         for record in records:
             summary |= {name: value for name, value in record.items() if isinstance(value, (int, float))}
         run_dir.write_atomically(self.run_dir.summary, json.dumps(summary, indent=2) + "\n")
+
+    def _write_report(self) -> None:
+        """Looks into the model on a batch of held-out text, or of the training text without, and draws."""
+        from k3jax.train.report import write_report  # here, because matplotlib takes a second to load
+
+        share = jax.process_index(), jax.process_count()
+        batches = self.dataset.heldout_batches(*share) if self.dataset.heldout.num_rows else self.batches
+        with contextlib.closing(batches):
+            batch = next(batches)
+        write_diagnostics(self.run_dir.path, self.config, self.state.variables, batch)
+        write_report(self.run_dir.path)
 
     def _describe(self) -> str:
         """The model, the data and the devices in one line."""

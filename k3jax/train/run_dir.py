@@ -4,6 +4,7 @@ A directory is a run from the moment `config.json` is in it. Everything is writt
 renamed, so that a file is whole or absent.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import fcntl
@@ -16,6 +17,7 @@ import subprocess
 from typing import Literal, NamedTuple
 
 from k3jax.config import SECTIONS, Config, ConfigError, ModelConfig, from_dict, to_dict
+from k3jax.config_checks import require
 from k3jax.config_text import config_to_gin
 
 # What a resumed run may change: none of it has a say in what the parameters become.
@@ -108,12 +110,17 @@ class RunDir(NamedTuple):
         Raises:
             RunRefused: there is no run here, or another version of k3jax wrote it.
         """
-        if not self.config_json.exists():
-            raise RunRefused(f"{self.path} holds no run (no config.json); give the directory of one")
         try:
             return from_dict(json.loads(self.config_json.read_text()))
+        except (FileNotFoundError, NotADirectoryError):
+            raise RunRefused(f"{self.path} holds no run (no config.json); give the directory of one") from None
         except (ConfigError, json.JSONDecodeError) as error:
-            raise RunRefused(f"{self.config_json} cannot be read: {error}") from None
+            raise RunRefused(f"{self.config_json} cannot be read: {error}; give the directory of a run") from None
+        except OSError as error:
+            raise RunRefused(f"{self.config_json} cannot be read ({error.strerror}); make it readable") from None
+        except (ValueError, TypeError, AttributeError):  # JSON or bytes of another form
+            form = "not sections with fields, as k3jax writes them"
+            raise RunRefused(f"{self.config_json} cannot be read: {form}; give the directory of a run") from None
 
 
 def new_workdir(name: str, root: pathlib.Path = pathlib.Path("runs")) -> pathlib.Path:
@@ -124,6 +131,8 @@ def new_workdir(name: str, root: pathlib.Path = pathlib.Path("runs")) -> pathlib
         root: where runs lie.
     Returns:
         The new, empty directory root/name-DATE-TIME-NN.
+    Raises:
+        RunRefused: no directory can be made there.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     number = 0
@@ -133,8 +142,35 @@ def new_workdir(name: str, root: pathlib.Path = pathlib.Path("runs")) -> pathlib
             path.mkdir(parents=True)
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise _unusable(path, error) from None
         else:
             return path
+
+
+def remove_unused(path: pathlib.Path) -> None:
+    """Removes a directory of `new_workdir` in which no run has begun; leaves every other as it is."""
+    with contextlib.suppress(OSError):  # it may be gone by now
+        if os.listdir(path) in ([], [LOCK]):
+            (path / LOCK).unlink(missing_ok=True)
+            path.rmdir()
+
+
+def check_vocabulary(config: Config, vocabulary: int) -> None:
+    """Refuses a model that has no row for some token.
+
+    Args:
+        config: a whole run.
+        vocabulary: ids of the tokenizer run from 0 to vocabulary - 1.
+    Raises:
+        ConfigError: ModelConfig.vocab_size is smaller.
+    """
+    require(
+        vocabulary <= config.model.vocab_size,
+        config.model,
+        "vocab_size",
+        f"the tokenizer {config.data.tokenizer!r} has {vocabulary} tokens; set it to {vocabulary} or more",
+    )
 
 
 def config_changes(old: Config, new: Config) -> list[Change]:
@@ -152,36 +188,48 @@ def config_changes(old: Config, new: Config) -> list[Change]:
 class Claim:
     """A run directory held by this process alone, until `close` or the end of the process.
 
+    A new directory gets nothing but a lock, until `write_config` makes it a run.
+
     Args:
         workdir: a new or empty directory, or that of a run with the same configuration.
-        config: of the run; written as config.gin and config.json.
+        config: of the run.
     Attributes:
         run: RunDir.
         status: what was found: "new", "resumable" or "finished" (in which case nothing was touched).
         changes: settings of `FREE_FIELDS` that now differ from the run's.
     Raises:
-        RunRefused: files of something else, a run with another configuration, or a process at work here. Nothing
-            was changed then.
+        RunRefused: files of something else, a run with another configuration, a process at work here, or no
+            directory can be made or used here. Nothing was changed then.
     """
 
     def __init__(self, workdir: str | os.PathLike, config: Config):
         self.run = RunDir(pathlib.Path(workdir))
         self.changes: list[Change] = []
-        self._lock = None
-        self.status = self._inspect(config)
-        if self.status == "finished":
-            return
-        self.run.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.run.path)
+        self._config, self._lock = config, None
         try:
+            self.status = self._inspect(config)
+            if self.status == "finished":
+                return
+            self.run.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.run.path)
             self.status = self._inspect(config)  # what another process did before we had the lock
-            if self.status == "new" or self.changes:
-                write_atomically(self.run.config_json, json.dumps(to_dict(config), indent=2) + "\n")
-            if self.status == "new" or self.changes or not self.run.config_gin.exists():
-                write_atomically(self.run.config_gin, config_to_gin(config))
+        except OSError as error:
+            self.close()
+            raise _unusable(self.run.path, error) from None
         except BaseException:
             self.close()
             raise
+
+    def write_config(self) -> None:
+        """Makes the directory a run of this configuration: config.json and config.gin, where they are not there.
+
+        To be called when the configuration has passed all checks, because from then on the directory takes no other.
+        """
+        outdated = bool(self.changes)
+        if outdated or not self.run.config_json.exists():
+            write_atomically(self.run.config_json, json.dumps(to_dict(self._config), indent=2) + "\n")
+        if outdated or not self.run.config_gin.exists():
+            write_atomically(self.run.config_gin, config_to_gin(self._config))
 
     def close(self) -> None:
         """Gives the directory free."""
@@ -223,6 +271,10 @@ def _refusal(path: pathlib.Path, changes: list[Change]) -> str:
         )
     lines.append("Nothing was changed. Choose another --workdir, or go on with the run's own config.gin.")
     return "\n".join(lines)
+
+
+def _unusable(path: pathlib.Path, error: OSError) -> RunRefused:
+    return RunRefused(f"{path} cannot be used ({error.strerror or error}); choose another --workdir")
 
 
 def _names(path: pathlib.Path) -> list[str]:
@@ -275,19 +327,20 @@ def versions() -> dict[str, object]:
     }
 
 
-def record_versions(run: RunDir, corpus: str, step: int) -> list[Change]:
+def record_versions(run: RunDir, corpus: str, compute_dtype: str, step: int) -> list[Change]:
     """Writes versions.json at the start of a run; on a later start, adds what is different now.
 
     Args:
         run: the run.
         corpus: fingerprint of the data.
+        compute_dtype: what ModelConfig.dtype comes to on these devices.
         step: the step this process starts from.
     Returns:
         What differs from the start of the run.
     Raises:
-        RunRefused: the data is not what the run has been trained on.
+        RunRefused: the data is not what the run has been trained on, or the dtype not what it computes in.
     """
-    now = {**versions(), "corpus": corpus}
+    now = {**versions(), "corpus": corpus, "compute_dtype": compute_dtype}
     if not run.versions.exists():
         write_atomically(run.versions, json.dumps(now, indent=2) + "\n")
         return []
@@ -296,6 +349,12 @@ def record_versions(run: RunDir, corpus: str, step: int) -> list[Change]:
         raise RunRefused(
             f"{run.path}: the text is not what this run was trained on (fingerprint {str(stored.get('corpus'))[:12]}, "
             f"now {corpus[:12]}): files, tokenizer or Python version changed; restore them, or start a new run"
+        )
+    begun_in = stored.get("compute_dtype", compute_dtype)
+    if begun_in != compute_dtype and step > 0:
+        raise RunRefused(
+            f"{run.path}: the run was begun in {begun_in}, and ModelConfig.dtype = 'auto' is {compute_dtype} on these "
+            f"devices; resume it where it is {begun_in}, or start a new run with ModelConfig.dtype set"
         )
     resumed = stored.pop("resumed", [])
     changes = [Change(name, stored.get(name), value) for name, value in now.items() if stored.get(name) != value]

@@ -185,6 +185,20 @@ def test_a_failure_noticed_only_at_the_end_is_still_an_error(tmp_path, monkeypat
             checkpoints.save(2, make_state(), {})
 
 
+def test_a_failure_to_close_after_good_saves_says_so(tmp_path, monkeypatch):
+    def broken():
+        raise OSError(5, "Input/output error")
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    checkpoints.save(2, make_state(), {})
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._manager, "close", broken)
+        with pytest.raises(CheckpointError, match=r"all checkpoints are saved, but closing failed: .*Input/output"):
+            checkpoints.close()
+    checkpoints.close()
+
+
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 import jax.numpy as jnp

@@ -185,6 +185,10 @@ def test_generate_continues_a_prompt_and_changes_nothing(world, reference):
         (["train", "--gin_file={gin}", "--workdir=x", "--gin_bindings=MeshConfig.fsdp = 2"], "MeshConfig.fsdp = 2"),
         (["eval", "--workdir={root}"], "holds no run"),
         (["generate", "--workdir={root}/nowhere"], "holds no run"),
+        (["train", "--gin_file={gin}", "--workdir=/proc/x"], "/proc/x cannot be used (No such file"),
+        (["train", "--gin_file={gin}", "--workdir={gin}/run"], "cannot be used (Not a directory); choose another"),
+        (["train", "--gin_file={gin}", "--workdir=x", "--gin.ModelConfig.vocab_size=256"], "set it to 257 or more"),
+        (["train", "--gin_file={gin}", "--workdir=x", "--gin.ModelConfig.dtype=float64"], "under jax.enable_x64(True)"),
     ],
 )
 def test_mistakes_are_one_line(world, capsys, monkeypatch, arguments, message):
@@ -194,6 +198,27 @@ def test_mistakes_are_one_line(world, capsys, monkeypatch, arguments, message):
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (world.root / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "option", ["--seed=-1", "--seed=2147483648", "--temperature=nan", "--temperature=inf", "--temperature=-1",
+               "--max_tokens=0", "--max_tokens=x"],
+)  # fmt: skip
+def test_impossible_samples_are_refused_before_anything_is_loaded(capsys, option):
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "--workdir=nowhere", option])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    name, _, value = option.partition("=")
+    assert line.startswith(f"k3 generate: error: argument {name}: {value!r} is not a ")
+
+
+def test_a_default_directory_of_a_run_that_could_not_begin_is_removed(world, capsys, monkeypatch):
+    monkeypatch.chdir(world.root)
+    # The tests' 8 devices cannot share such a batch.
+    assert main(["train", f"--gin_file={world.root / 'tiny.gin'}", "--gin.DataConfig.batch_size=12"]) == 2
+    assert "DataConfig.batch_size = 12: must be a multiple of 8" in capsys.readouterr().err
+    assert os.listdir("runs") == []
 
 
 def test_print_config_prints_gin_and_starts_nothing(world, capsys, monkeypatch):

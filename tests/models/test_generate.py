@@ -57,8 +57,9 @@ def test_impossible_requests_are_named(model):
     config, variables = model
     with pytest.raises(ValueError, match="no tokens"):
         next(generate_tokens(config, variables, [], 1, max_window=8))
-    with pytest.raises(ValueError, match="temperature is -1"):
-        next(generate_tokens(config, variables, PROMPT, 1, max_window=8, temperature=-1))
+    for temperature in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"temperature is {temperature}"):
+            next(generate_tokens(config, variables, PROMPT, 1, max_window=8, temperature=temperature))
 
 
 def test_text_streams_by_whole_characters_up_to_the_end_of_the_document():

@@ -200,6 +200,29 @@ def test_only_so_many_tokens_are_read(monkeypatch):
     assert collect_diagnostics(ONE_LAYER, variables_of(ONE_LAYER, 0.0), padded_batch()).tokens == 9
 
 
+def test_only_so_many_decays_are_read(monkeypatch):
+    variables, batch = variables_of(ONE_LAYER, 0.0), padded_batch()
+    monkeypatch.setattr(module, "MAX_DECAYS", 6 * J * K)  # half a row
+    found = collect_diagnostics(ONE_LAYER, variables, batch)
+    assert found.tokens == 6 and found.decay_counts_NJX.sum() == 6 * J * K
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "seq_len", "part"),
+    [
+        (2, 2, 1024, (16, 1024)),  # 16384 tokens
+        (2, 2, 20000, (1, 20000)),
+        (93, 96, 4096, (1, 316)),  # Kimi K3's size: 69 of the layers are KDA's
+        (8, 32, 4096, (2, 4096)),
+    ],
+)
+def test_how_much_is_read_follows_the_size_of_the_model(layers, heads, seq_len, part):
+    model = ModelConfig.kimi_k3(num_layers=layers, kda_num_heads=heads, kda_key_dim=128)
+    kda_layers = layers - len(model.global_layers)
+    assert module.part_to_read(model, seq_len) == part
+    assert part[0] * part[1] * kda_layers * heads * 128 <= max(2**28, seq_len)
+
+
 def test_parameters_on_every_device_give_the_same():
     variables = variables_of(ONE_LAYER, 0.0)
     alone = collect_diagnostics(ONE_LAYER, variables, padded_batch())

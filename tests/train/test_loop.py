@@ -14,6 +14,7 @@ import pytest
 
 from k3jax.checkpoint.manager import Checkpoints
 from k3jax.config import ConfigError, TrainConfig
+from k3jax.train import evaluate as evaluate_module
 from k3jax.train import loop
 from k3jax.train.loop import RunError, train
 from k3jax.train.mesh import make_mesh
@@ -97,7 +98,6 @@ def final(workdir, config):
     """Everything that must be equal: the last checkpoint, and the metrics but for timing."""
     with Checkpoints(workdir / "checkpoints", keep=None) as checkpoints:
         state, values = checkpoints.restore(config.train.steps, _abstract(config, make_mesh(config.mesh)))
-    values.pop("config")
     leaves = [(jax.tree_util.keystr(path), np.asarray(x)) for path, x in jax.tree_util.tree_leaves_with_path(state)]
     records = [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in read_metrics(workdir / "metrics.jsonl")]
     return {name: (x.dtype, x.tobytes()) for name, x in leaves}, values, records
@@ -272,9 +272,11 @@ def nonfinite_steps(monkeypatch, steps):
         step = make(config, mesh)
 
         def train_step(state, batch):
+            before = int(state.streak)
             state, metrics = step(state, batch)
             if int(state.step) in steps:
                 metrics = metrics | {"nonfinite": np.array(True), "loss": np.array(np.nan)}
+                state = state._replace(streak=jax.device_put(np.int32(before + 1), state.streak.sharding))
             return state, metrics
 
         return train_step
@@ -285,13 +287,17 @@ def nonfinite_steps(monkeypatch, steps):
 
 def test_too_many_nonfinite_steps_in_a_row_stop_the_run(tmp_path, text, monkeypatch, capsys):
     config = tiny_config(text, max_nonfinite_steps=3)
-    nonfinite_steps(monkeypatch, {2, 4, 5, 7, 8, 9})
+    nonfinite_steps(monkeypatch, {2, 4, 6, 7, 8})
     with pytest.raises(
-        RunError, match=r"at step 9, 3 in a row .*max_nonfinite_steps.*layer 2 \(MLA\) went bad"
+        RunError, match=r"at step 8, 3 in a row .*max_nonfinite_steps.*layer 2 \(MLA\) went bad\. Newest"
     ) as caught:
         run(tmp_path / "run", config)
     assert "\n" not in str(caught.value)
-    assert "step 2: not finite, so skipped (1 in all): layer 2 (MLA) went bad" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    # Step 3 was finite and on its way before step 2 was looked at; after step 4, which saves, nothing was.
+    assert "step 2: not finite, so skipped (1 in all): layer 2 (MLA) went bad (seen with the param" in out
+    assert "step 4: not finite, so skipped (2 in all): layer 2 (MLA) went bad\n" in out
+    assert "step 7: not finite, so skipped (4 in all): layer 2 (MLA) went bad\n" in out
     records = {r["step"]: r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r}
     assert [records[step]["skipped"] for step in (1, 2, 4, 6, 8)] == [0, 1, 2, 3, 5]
     assert records[2]["loss"] is None  # NaN is no JSON
@@ -301,3 +307,68 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path, text):
     config = tiny_config(text, model={"vocab_size": 256})
     with pytest.raises(ConfigError, match=r"ModelConfig\.vocab_size = 256: .* set it to 257"):
         run(tmp_path / "run", config)
+
+
+def test_a_configuration_that_failed_its_checks_can_be_corrected_in_place(tmp_path, text, config, reference):
+    for wrong in (
+        tiny_config(text, data={"batch_size": 12}),
+        tiny_config(text, model={"vocab_size": 256}),
+        tiny_config(text / "nowhere"),
+    ):
+        with pytest.raises(ValueError):
+            run(tmp_path / "run", wrong)
+    assert run(tmp_path / "run", config).status == "finished"
+    assert_same_run(tmp_path / "run", reference, config)
+
+
+def test_a_failed_report_leaves_the_run_finished(tmp_path, config, reference, monkeypatch, capsys):
+    def fail(workdir):
+        raise RuntimeError("no font\nat all")
+
+    monkeypatch.setattr(sys.modules["k3jax.train.report"], "write_report", fail)
+    assert run(tmp_path / "run", config).status == "finished"
+    assert "k3: trained and saved; the report failed: no font\n" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 12
+    assert_same_run(tmp_path / "run", reference, config)
+
+
+def test_tokens_are_counted_rather_than_targets(tmp_path, config, monkeypatch):
+    make = loop.make_train_step
+
+    def counting(config, mesh):
+        step = make(config, mesh)
+
+        def train_step(state, batch):
+            state, metrics = step(state, batch)
+            return state, metrics | {"num_tokens": np.int32(1000), "num_targets": np.int32(1)}
+
+        return train_step
+
+    monkeypatch.setattr(loop, "make_train_step", counting)
+    run(tmp_path / "run", config)
+    for r in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert r.get("tokens", 1000 * r["step"]) == 1000 * r["step"]
+        if "step_seconds" in r:
+            assert r["tokens_per_second"] * r["step_seconds"] == pytest.approx(1000)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_evaluation_closes_what_it_reads_from(stop):
+    class Batches:
+        closed = False
+
+        def __iter__(self):
+            return iter([None, None])
+
+        def close(self):
+            self.closed = True
+
+    batches = Batches()
+    side = types.SimpleNamespace(num_rows=2, num_targets=10, num_bytes=10)
+    dataset = types.SimpleNamespace(heldout=side, heldout_batches=lambda index, count: batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate_module, "shard_batch", lambda batch, mesh: batch)
+        sums = {"nats": 10.0, "count": 5, "correct": 1}
+        result = evaluate_module.evaluate(lambda variables, batch: sums, {}, dataset, None, stop)
+    assert batches.closed
+    assert result == (None if stop else (2.0, pytest.approx(2 / np.log(2)), 0.2, 10))

@@ -10,7 +10,7 @@ import pytest
 
 from k3jax.config import MeshConfig
 from k3jax.train import run_dir
-from k3jax.train.run_dir import Claim, RunRefused, new_workdir, record_versions
+from k3jax.train.run_dir import Claim, RunDir, RunRefused, new_workdir, record_versions, remove_unused
 from launch.configure import load_config
 from tests.train.tiny_run import tiny_config
 
@@ -28,16 +28,23 @@ def changed(config, section, **values):
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
 
+def begin(workdir, config):
+    with Claim(workdir, config) as claim:
+        claim.write_config()
+    return claim.run
+
+
 def test_a_new_run_holds_its_whole_configuration(tmp_path, config):
     with Claim(tmp_path / "run", config) as claim:
         assert claim.status == "new"
+        claim.write_config()
     # Either file alone reproduces the run.
     assert load_config([str(tmp_path / "run" / "config.gin")]).config == config
     assert claim.run.load_config() == config
 
 
 def test_the_same_configuration_resumes_and_another_is_refused_field_by_field(tmp_path, config):
-    Claim(tmp_path / "run", config).close()
+    begin(tmp_path / "run", config)
     with Claim(tmp_path / "run", config) as claim:
         assert claim.status == "resumable"
     before = snapshot(tmp_path)
@@ -54,16 +61,17 @@ def test_the_same_configuration_resumes_and_another_is_refused_field_by_field(tm
 
 
 def test_more_steps_are_refused_with_the_reason(tmp_path, config):
-    Claim(tmp_path / "run", config).close()
+    begin(tmp_path / "run", config)
     with pytest.raises(RunRefused, match=r"schedule depends on TrainConfig\.steps"):
         Claim(tmp_path / "run", changed(config, "train", steps=99))
 
 
 def test_what_has_no_say_in_the_result_may_change(tmp_path, config):
-    Claim(tmp_path / "run", config).close()
+    begin(tmp_path / "run", config)
     other = dataclasses.replace(changed(config, "train", log_every=7, keep_checkpoints=9), mesh=MeshConfig(data=8))
     with Claim(tmp_path / "run", other) as claim:
         assert claim.status == "resumable"
+        claim.write_config()
         assert [c.field for c in claim.changes] == [
             "MeshConfig.data",
             "TrainConfig.log_every",
@@ -95,19 +103,19 @@ def test_an_empty_directory_and_a_start_killed_at_once_are_new(tmp_path, config)
             (folder / name).write_text("{")
         with Claim(folder, config) as claim:
             assert claim.status == "new"
+            claim.write_config()
         assert claim.run.load_config() == config
 
 
 def test_a_start_killed_between_its_two_files_is_completed(tmp_path, config):
-    Claim(tmp_path / "run", config).close()
+    begin(tmp_path / "run", config)
     (tmp_path / "run" / "config.gin").unlink()
-    Claim(tmp_path / "run", config).close()
+    begin(tmp_path / "run", config)
     assert load_config([str(tmp_path / "run" / "config.gin")]).config == config
 
 
 def test_a_finished_run_is_left_alone(tmp_path, config):
-    with Claim(tmp_path / "run", config) as claim:
-        claim.run.summary.write_text("{}")
+    begin(tmp_path / "run", config).summary.write_text("{}")
     before = snapshot(tmp_path)
     assert Claim(tmp_path / "run", config).status == "finished"
     assert snapshot(tmp_path) == before
@@ -121,7 +129,7 @@ def test_two_processes_cannot_hold_a_run_and_a_dead_one_does_not(tmp_path, confi
         "d = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
         "fcntl.flock(d, fcntl.LOCK_EX); os.write(d, b'process 7 on there'); print('held', flush=True); time.sleep(60)"
     )
-    Claim(tmp_path / "run", config).close()
+    begin(tmp_path / "run", config)
     lock = tmp_path / "run" / ".lock"
     with subprocess.Popen([sys.executable, "-c", hold, str(lock)], stdout=subprocess.PIPE) as holder:
         try:
@@ -130,7 +138,7 @@ def test_two_processes_cannot_hold_a_run_and_a_dead_one_does_not(tmp_path, confi
                 Claim(tmp_path / "run", config)
         finally:
             holder.kill()
-    Claim(tmp_path / "run", config).close()
+    begin(tmp_path / "run", config)
     assert lock.exists()
 
 
@@ -143,17 +151,76 @@ def test_default_directories_never_collide(tmp_path):
 
 def test_a_changed_corpus_is_refused_and_other_versions_are_recorded(tmp_path, config, monkeypatch):
     with Claim(tmp_path / "run", config) as claim:
-        assert record_versions(claim.run, "aaaa", step=0) == []
+        assert record_versions(claim.run, "aaaa", "float32", step=0) == []
         stored = json.loads(claim.run.versions.read_text())
         assert {"python", "jax", "jaxlib", "flax", "optax", "orbax", "k3jax", "git_revision", "platform"} <= set(stored)
-        assert (stored["corpus"], stored["device_count"]) == ("aaaa", 8)
-        assert record_versions(claim.run, "aaaa", step=4) == []
+        assert (stored["corpus"], stored["device_count"], stored["compute_dtype"]) == ("aaaa", 8, "float32")
+        assert record_versions(claim.run, "aaaa", "float32", step=4) == []
         with pytest.raises(RunRefused, match="not what this run was trained on"):
-            record_versions(claim.run, "bbbb", step=4)
+            record_versions(claim.run, "bbbb", "float32", step=4)
         monkeypatch.setattr(
-            run_dir, "versions", lambda: {k: v for k, v in stored.items() if k != "corpus"} | {"jax": "9"}
+            run_dir,
+            "versions",
+            lambda: {k: v for k, v in stored.items() if k not in ("corpus", "compute_dtype")} | {"jax": "9"},
         )
-        changes = record_versions(claim.run, "aaaa", step=8)
+        changes = record_versions(claim.run, "aaaa", "float32", step=8)
         assert [str(change) for change in changes] == [f"jax: {stored['jax']!r} -> '9'"]
         again = json.loads(claim.run.versions.read_text())
         assert again == stored | {"resumed": [{"step": 8, "jax": "9"}]}
+
+
+def test_a_run_is_not_resumed_in_another_dtype(tmp_path, config):
+    run = begin(tmp_path / "run", config)
+    record_versions(run, "aaaa", "float32", step=0)
+    record_versions(run, "aaaa", "bfloat16", step=0)  # nothing was computed yet
+    record_versions(run, "aaaa", "bfloat16", step=4)
+    before = snapshot(tmp_path)
+    with pytest.raises(RunRefused, match=r"begun in bfloat16, .*'auto' is float32 .*with ModelConfig\.dtype set"):
+        record_versions(run, "aaaa", "float32", step=4)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_claim_alone_is_no_run_yet(tmp_path, config):
+    with Claim(tmp_path / "run", config):
+        pass
+    other = changed(config, "data", batch_size=16)
+    with Claim(tmp_path / "run", other) as claim:
+        assert claim.status == "new"
+        claim.write_config()
+    assert claim.run.load_config() == other
+
+
+def test_a_directory_that_cannot_be_used_is_refused_in_one_line(tmp_path, config):
+    (tmp_path / "file").write_text("mine")
+    for path in ("/proc/x", tmp_path / "file" / "run", tmp_path / ("x" * 300)):
+        with pytest.raises(RunRefused, match=r"cannot be used \(.*\); choose another --workdir") as caught:
+            Claim(path, config)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RunRefused, match="cannot be used"):
+        new_workdir("quickstart", tmp_path / "file")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '{"model": 3}', '{"model": "abc"}', '{"data": [[]]}', "{", "\xff"])
+def test_a_config_of_another_form_is_refused_in_one_line(tmp_path, config, text):
+    run = RunDir(tmp_path)
+    run.config_json.write_bytes(text.encode("latin-1"))
+    with pytest.raises(RunRefused, match=r"config\.json cannot be read") as caught:
+        run.load_config()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_cannot_be_opened_is_refused(tmp_path, config):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(RunRefused, match=r"config\.json cannot be read \(Is a directory\)"):
+        Claim(tmp_path, config)
+
+
+def test_only_a_directory_without_a_run_is_removed(tmp_path, config):
+    path = new_workdir("quickstart", tmp_path / "runs")
+    Claim(path, config).close()
+    remove_unused(path)
+    assert not path.exists()
+    remove_unused(path)
+    begin(path, config)
+    remove_unused(path)
+    assert (path / "config.json").exists()
