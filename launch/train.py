@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.gin_file and not args.print_config:
         own = pathlib.Path(args.workdir or "") / "config.gin"
         if args.workdir is None or not os.path.isfile(own):
+            configure.from_arguments(args)  # a mistake in what was given comes first
             files = " ".join(str(file) for file in configure.experiment_files())
             print(f"k3 train: error: no configuration; give --gin_file=F, such as {files}", file=sys.stderr)
             return 2

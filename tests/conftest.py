@@ -1,6 +1,10 @@
 """What every test shares: a CPU with eight fake devices, fixtures' folder, and how errors are measured."""
 
 import os
+import pathlib
+
+import numpy as np
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight devices, and machine code without LLVM's optimiser, which takes half of the suite's time and leaves XLA's own
@@ -11,11 +15,6 @@ for flag, value in {"xla_force_host_platform_device_count": 8, "xla_backend_opti
 # libtpu, where it is installed: look for no chip, and let several test processes load it.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-
-import pathlib
-
-import numpy as np
-import pytest
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 
