@@ -15,6 +15,7 @@ from k3jax.nn.initial import initial_leaf, parameter
 from k3jax.nn.layer import DecoderLayer, LayerKind
 from k3jax.nn.linear import record
 from k3jax.ops.norms import rms_norm
+from k3jax.ops.precision import exact, wide_dtype
 
 Tree = dict[str, Any]
 
@@ -89,8 +90,7 @@ class KimiK3(nn.Module):
             return x_BTD
         return jnp.einsum(
             "BTD,DW->BTW", x_BTD, head_DW.astype(dtype),
-            precision=None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+            precision=exact(dtype), preferred_element_type=wide_dtype(dtype),
         )  # fmt: skip
 
     def _stage(self, name: str, stage: Stage, depth: Depth, segment_ids_BT: jax.Array | None, dtype) -> Depth:

@@ -9,7 +9,8 @@ from k3jax.nn.initial import parameter
 from k3jax.nn.linear import project, record
 from k3jax.ops.decay import bounded_decay, softplus_decay
 from k3jax.ops.delta_attention import kda
-from k3jax.ops.norms import l2_norm, rms_norm, upcast
+from k3jax.ops.norms import l2_norm, rms_norm
+from k3jax.ops.precision import upcast
 from k3jax.ops.short_conv import short_conv
 
 

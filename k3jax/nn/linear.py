@@ -6,6 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from k3jax.ops.precision import exact
+
 
 def project(formula: str, x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """einsum(formula, x, w) with both operands in the compute dtype.
@@ -27,10 +29,9 @@ def project(formula: str, x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.A
     summed = sum(letter in x_letters for letter in w_letters)
     lead, features = x.shape[: x.ndim - summed], w.shape[summed:]
     inner = math.prod(w.shape[:summed])
-    precision = None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     x_MI = x.astype(dtype).reshape(-1, inner)
     w_IO = w.astype(dtype).reshape(inner, -1)
-    return jnp.matmul(x_MI, w_IO, precision=precision).reshape(*lead, *features)
+    return jnp.matmul(x_MI, w_IO, precision=exact(dtype)).reshape(*lead, *features)
 
 
 def record(module: nn.Module, name: str, value: jax.Array) -> None:

@@ -8,7 +8,8 @@ from k3jax.config import ModelConfig
 from k3jax.nn.initial import parameter
 from k3jax.nn.linear import project
 from k3jax.ops.mla_attention import mla_attention
-from k3jax.ops.norms import rms_norm, upcast
+from k3jax.ops.norms import rms_norm
+from k3jax.ops.precision import upcast
 
 
 class MLA(nn.Module):

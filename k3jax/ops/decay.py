@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-
-def _float32_or_wider(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+from k3jax.ops.precision import upcast
 
 
 def softplus_decay(z_BTJK: jax.Array, a_log_J: jax.Array) -> jax.Array:
@@ -22,7 +20,7 @@ def softplus_decay(z_BTJK: jax.Array, a_log_J: jax.Array) -> jax.Array:
 
     Source: spec §2.2.
     """
-    z_BTJK, a_log_J = _float32_or_wider(z_BTJK), _float32_or_wider(a_log_J)
+    z_BTJK, a_log_J = upcast(z_BTJK), upcast(a_log_J)
     return -jnp.exp(a_log_J)[:, None] * jax.nn.softplus(z_BTJK)
 
 
@@ -46,6 +44,6 @@ def bounded_decay(z_BTJK: jax.Array, a_log_J: jax.Array | None, lower_bound: flo
     """
     if not lower_bound < 0:
         raise ValueError(f"bounded_decay: lower_bound is {lower_bound}; a log decay must be negative, -5.0 say")
-    z_BTJK = _float32_or_wider(z_BTJK)
-    slope = 1.0 if a_log_J is None else jnp.exp(_float32_or_wider(a_log_J))[:, None]
+    z_BTJK = upcast(z_BTJK)
+    slope = 1.0 if a_log_J is None else jnp.exp(upcast(a_log_J))[:, None]
     return lower_bound * jax.nn.sigmoid(slope * z_BTJK)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k3jax.ops.precision import wide_dtype
+
 
 class AttentionResidual(NamedTuple):
     """What a mix over depth gives: the mixed hidden states and the weight of each source."""
@@ -53,7 +55,7 @@ def attention_residual(
     count = sources_BTRD.shape[2] + (partial_BTD is not None)
     if count == 1 and mask_R is None:
         only_BTD = sources_BTRD[:, :, 0] if partial_BTD is None else partial_BTD
-        weights_BTR = jnp.ones((*only_BTD.shape[:2], 1), _wide(only_BTD.dtype))
+        weights_BTR = jnp.ones((*only_BTD.shape[:2], 1), wide_dtype(only_BTD.dtype))
         return AttentionResidual(only_BTD.astype(sources_BTRD.dtype), weights_BTR)
     wide = jnp.promote_types(jnp.result_type(sources_BTRD, query_D, gain_D), jnp.float32)
     # The two vectors act only as a product, so the hand-written gradient stops at the product.
@@ -82,10 +84,6 @@ def _check(sources_BTRD, query_D, gain_D, partial_BTD, mask_R) -> None:
             f"attention_residual: mask must be bool [{count}], one entry a source (partial last), "
             f"got {mask_R.dtype} {mask_R.shape}"
         )
-
-
-def _wide(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 # `parts` holds the stack [B, T, R, D] and/or the partial sum [B, T, D]. They are never joined: what is

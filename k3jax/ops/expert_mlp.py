@@ -28,6 +28,7 @@ from k3jax.ops.dispatch import (
     take_rows,
     to_experts,
 )
+from k3jax.ops.precision import exact, upcast, wide_dtype
 
 _TILE = 128  # rows: fewer lose speed to overhead, more to rows past the end of their expert
 _log = logging.getLogger(__name__)
@@ -90,8 +91,7 @@ def expert_mlp(
     x_TL, experts = jax.tree.map(lambda array: array * one, (x_TL, experts))
     dispatch = sort_by_expert(ids_TS, w_gate_ELF.shape[0])
     y_TSL = from_experts(_rows(activation, x_TL, dispatch, experts), dispatch)
-    wide = jnp.promote_types(x_TL.dtype, jnp.float32)
-    return jnp.sum(y_TSL.astype(wide) * weights_TS[:, :, None], axis=1).astype(x_TL.dtype)
+    return jnp.sum(upcast(y_TSL) * weights_TS[:, :, None], axis=1).astype(x_TL.dtype)
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def _ragged_bwd(activation, x_TL, dispatch, experts, hidden, g_ML):
 
 def _ragged_dot(x_MD, w_EDF, sizes_E):
     y_MF = lax.ragged_dot(
-        x_MD, w_EDF, sizes_E, precision=_precision(x_MD.dtype), preferred_element_type=_wide(x_MD.dtype)
+        x_MD, w_EDF, sizes_E, precision=exact(x_MD.dtype), preferred_element_type=wide_dtype(x_MD.dtype)
     )
     return y_MF.astype(x_MD.dtype)
 
@@ -172,7 +172,7 @@ def _tiled_outer(x_MD, g_MF, dispatch):
     def tile(rows, one, nothing, d_DF):
         return nothing, d_DF + _wide_dot(rows.get(x_MD), rows.get(g_MF), (0, 0))
 
-    zero = _varying(jnp.zeros((x_MD.shape[1], g_MF.shape[1]), _wide(x_MD.dtype)), x_MD)
+    zero = _varying(jnp.zeros((x_MD.shape[1], g_MF.shape[1]), wide_dtype(x_MD.dtype)), x_MD)
     mean = max(x_MD.shape[0] // dispatch.group_sizes_E.shape[0], 1)
     length = min(max(1 << (mean.bit_length() - 1), _TILE), 8 * _TILE)
     return _over_tiles(tile, (), zero, dispatch, (), length)[1].astype(x_MD.dtype)
@@ -214,7 +214,7 @@ def _tiled_bwd(activation, x_TL, dispatch, experts, hidden, g_ML):
         )
         return rows.put(dx_ML, dx), d_one
 
-    zero = jax.tree.map(lambda w: _varying(jnp.zeros(w.shape[1:], _wide(dtype)), x_TL), experts)
+    zero = jax.tree.map(lambda w: _varying(jnp.zeros(w.shape[1:], wide_dtype(dtype)), x_TL), experts)
     dx_ML, d_experts = _over_tiles(tile, _varying(jnp.zeros_like(g_ML), x_TL), zero, dispatch, experts)
     return dx_ML, jax.tree.map(lambda w: w.astype(dtype), d_experts)
 
@@ -285,19 +285,10 @@ def _varying(array, *like):
     return array
 
 
-def _wide(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def _precision(dtype):
-    """A float32 product stays one on a TPU, whose default is a single bfloat16 pass."""
-    return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
-
-
 def _dot(a, b, contract):
     return _wide_dot(a, b, contract).astype(a.dtype)
 
 
 def _wide_dot(a, b, contract):
     axes = ((contract[0],), (contract[1],)), ((), ())
-    return lax.dot_general(a, b, axes, precision=_precision(a.dtype), preferred_element_type=_wide(a.dtype))
+    return lax.dot_general(a, b, axes, precision=exact(a.dtype), preferred_element_type=wide_dtype(a.dtype))

@@ -104,6 +104,16 @@ def chunked(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scale,
 
     Reverse mode saves the inputs and the state entering each chunk, nothing else.
 
+    Args:
+        q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ: as `kda` takes them, padding tokens already inert (zeros).
+        state_BJKV: initial state; its dtype is the dtype of all arithmetic.
+        run_BT: int32 number of the document a token belongs to, or None for one document a row.
+        scale: multiplies q.
+        chunk_size: tokens a chunk, a power of two.
+
+    Returns:
+        o_BTJV in v's dtype and the final state_BJKV in the state's.
+
     Source: spec §2.4, §2.6.
     """
     B, T, J, V = v_BTJV.shape

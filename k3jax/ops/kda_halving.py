@@ -61,7 +61,7 @@ def row_sums(x):
     return matmul(x, jnp.ones((x.shape[-1], 1), x.dtype))[..., 0]
 
 
-def halves(x, s):
+def halves(x: jax.Array, s: int) -> tuple[jax.Array, jax.Array]:
     """[..., C, K] -> its first and its second halves of s rows, each [..., P, s, K]."""
     x = x.reshape(*x.shape[:-2], -1, 2, s, x.shape[-1])
     return x[..., 0, :, :], x[..., 1, :, :]
@@ -73,13 +73,17 @@ def join_halves(first, second):
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-def pairwise_decays(g) -> Decays:
-    """exp of every sum of the log decays g [..., C, K] that a chunk needs (C a power of two)."""
+def pairwise_decays(g: jax.Array) -> Decays:
+    """exp of every sum of log decays that a chunk needs.
+
+    Args:
+        g: [..., C, K] log decays, <= 0; C a power of two.
+    Returns:
+        Decays, in g's dtype.
+    Source: spec §2.4.
+    """
     C = g.shape[-2]
-    prefix, suffix = (
-        g,
-        jnp.zeros_like(g),
-    )  # sums inside blocks of s rows: up to and with the row; after the row
+    prefix, suffix = g, jnp.zeros_like(g)  # sums inside blocks of s rows: up to and with the row; after the row
     levels, s = [], 1
     while s < C:
         (prefix_1, prefix_2), (suffix_1, suffix_2) = halves(prefix, s), halves(suffix, s)
@@ -92,8 +96,14 @@ def pairwise_decays(g) -> Decays:
     return Decays(tuple(levels), from_start, jnp.exp(suffix), from_start[..., -1, :])
 
 
-def log_decay_gradient(d_logs: Decays):
-    """Gradient of g [..., C, K] from the gradients of the logs of every decay: the transpose of `pairwise_decays`."""
+def log_decay_gradient(d_logs: Decays) -> jax.Array:
+    """The transpose of `pairwise_decays`, before its exp.
+
+    Args:
+        d_logs: gradients of the logs of every decay.
+    Returns:
+        [..., C, K], the gradient of g.
+    """
     d_prefix, d_suffix = d_logs.from_start, d_logs.to_end
     d_total = d_logs.whole[..., None, None, :]  # [..., P, 1, K]
     for level in reversed(d_logs.levels):
@@ -111,8 +121,17 @@ def log_decay_gradient(d_logs: Decays):
 # with keys (j < i, else 0).
 
 
-def pair_scores(q, k, decays: Decays):
-    """Scores: sum_c q_ic k_jc exp(sum of g_c over j+1..i), and the same with k for q; q and k [..., C, K]."""
+def pair_scores(q: jax.Array, k: jax.Array, decays: Decays) -> jax.Array:
+    """Scores: sum_c q_ic k_jc exp(sum of g_c over j+1..i), and the same with k for q.
+
+    Args:
+        q: [..., C, K] queries, scaled.
+        k: [..., C, K] keys.
+        decays: of the chunk; only the levels are used.
+    Returns:
+        [..., 2, C, C], queries with keys, then keys with keys.
+    Source: spec §2.4.
+    """
     lead, C = q.shape[:-2], q.shape[-2]
     diagonal = row_sums(q * k)
     diagonal = jnp.stack([diagonal, jnp.zeros_like(diagonal)], axis=-1)
@@ -123,10 +142,18 @@ def pair_scores(q, k, decays: Decays):
     return scores[..., 0, :, :, :]
 
 
-def pair_scores_gradient(d_scores, q, k, decays: Decays):
-    """Gradients of q and k [..., C, K] and, a Level a size, of the logs of the level decays.
+def pair_scores_gradient(
+    d_scores: jax.Array, q: jax.Array, k: jax.Array, decays: Decays
+) -> tuple[jax.Array, jax.Array, tuple[Level, ...]]:
+    """The transpose of `pair_scores`.
 
-    d_scores must be 0 where the scores are.
+    Args:
+        d_scores: [..., 2, C, C] gradient of the scores; 0 where the scores are.
+        q: as `pair_scores` took it.
+        k: as `pair_scores` took it.
+        decays: as `pair_scores` took them.
+    Returns:
+        Gradients of q and of k, [..., C, K], and, a Level a size, of the logs of the level decays.
     """
     diagonal = row_sums(d_scores[..., 0, :, :] * jnp.eye(q.shape[-2], dtype=q.dtype))[..., None]
     dq, dk, d_levels = diagonal * k, diagonal * q, []
@@ -169,11 +196,17 @@ def _split(diagonal):
     return pairs.reshape(*diagonal.shape[:-4], -1, *pairs.shape[-3:])
 
 
-def unit_lower_inverse(lower):
+def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """(I + lower)^-1 for strictly lower triangular [..., C, C], by exact block elimination.
 
     [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], from 1 x 1 blocks up. No power of `lower` is formed: a
     Neumann series has terms that overflow when keys repeat, although the inverse itself is small.
+
+    Args:
+        lower: [..., C, C], zero on and above the diagonal; C a power of two.
+    Returns:
+        [..., C, C], unit lower triangular.
+    Source: spec §2.4.
     """
     C = lower.shape[-1]
     diagonal, belows = lower[..., None, None, :, :], []

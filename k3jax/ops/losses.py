@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k3jax.ops.precision import exact, wide_dtype
+
 # Logits a chunk may hold: 2^24 in float32 are 64 MiB. A vocabulary of bytes then has one chunk at usual sizes.
 _CHUNK_LOGITS = 2**24
 # A mesh shares the batch out, so a chunk of a large batch may be larger than that; fewer columns would be slow.
@@ -116,9 +118,7 @@ def _rows(hidden_BTD, head_DW, targets_BT, chunk_size) -> _Rows:
 
 
 def _dot(spec, a, b):
-    wide = jnp.promote_types(a.dtype, jnp.float32)
-    precision = lax.Precision.HIGHEST if a.dtype == wide else lax.Precision.DEFAULT
-    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=wide)
+    return jnp.einsum(spec, a, b, precision=exact(a.dtype), preferred_element_type=wide_dtype(a.dtype))
 
 
 # C is the columns of a chunk and N the number of chunks: a chunk is [B, C], so that a sharded batch stays sharded.

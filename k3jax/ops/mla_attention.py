@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k3jax.ops.precision import exact, wide_dtype
+
 
 def mla_attention(
     q_nope_BTHK: jax.Array,
@@ -88,14 +90,8 @@ def _document_start(B, T, segment_ids_BT):
     return jnp.where(segment_ids_BT == 0, T, start_BT)
 
 
-def _wide(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _dot(spec, a, b):
-    wide = _wide(a.dtype)
-    precision = lax.Precision.HIGHEST if a.dtype == wide else lax.Precision.DEFAULT
-    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=wide)
+    return jnp.einsum(spec, a, b, precision=exact(a.dtype), preferred_element_type=wide_dtype(a.dtype))
 
 
 # C is a block of tokens and N the number of blocks.
@@ -145,7 +141,7 @@ def _forward(q_nope_BTHK, q_rope_BTHP, k_nope_BTHK, k_rope_BTP, v_BTHV, start_BT
     arguments = (q_nope_BTHK, q_rope_BTHP, k_nope_BTHK, k_rope_BTP, v_BTHV, start_BT)
     blocks = _prepare(*arguments, C)
     N, B, H, C, V = blocks.v_NBHCV.shape
-    wide = _wide(v_BTHV.dtype)
+    wide = wide_dtype(v_BTHV.dtype)
 
     def query_block(_, xs):
         i, q_BHCK, start_BC = xs

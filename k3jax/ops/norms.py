@@ -3,10 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-
-def upcast(x: jax.Array) -> jax.Array:
-    """x in float32, or in its own dtype where that is wider (design rule: float32 means float32 or wider)."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+from k3jax.ops.precision import upcast
 
 
 def rms_norm(x: jax.Array, gain_D: jax.Array, eps: float) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from k3jax.ops.norms import upcast
+from k3jax.ops.precision import upcast
 
 
 def short_conv(x_BTHK: jax.Array, taps_HKX: jax.Array, segment_ids_BT: jax.Array | None = None) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from k3jax.ops.norms import upcast
+from k3jax.ops.precision import upcast
 
 
 def situ_glu(gate: jax.Array, up: jax.Array, beta: float = 4.0, linear_beta: float | None = 25.0) -> jax.Array:
