@@ -206,9 +206,7 @@ def forward_and_backward(v, w, g, part, c):
 def test_the_backward_keeps_the_arguments_and_scalars(dtype):
     v, w, g = inputs(B=2, T=16, R=4, D=64, dtype=dtype)
     part = v[:, :, 0]
-    saved = jax.tree.leaves(
-        jax.vjp(lambda *a: attention_residual(*a[:3], partial_BTD=a[3]), v, w, g, part)[1]
-    )
+    saved = jax.tree.leaves(jax.vjp(lambda *a: attention_residual(*a[:3], partial_BTD=a[3]), v, w, g, part)[1])
     arguments = sum(x.nbytes for x in (v, part))
     scalars = 2 * 2 * 16 * 5 * 4
     vectors = 4 * 64 * 4

@@ -34,6 +34,4 @@ def test_bounded_and_tends_to_swiglu():
 def test_dtype_is_kept_and_evaluated_wide():
     gate = jnp.asarray([3.0], jnp.bfloat16)
     assert situ_glu(gate, gate).dtype == jnp.bfloat16
-    assert situ_glu(gate, gate) == situ_glu(gate.astype(jnp.float32), gate.astype(jnp.float32)).astype(
-        jnp.bfloat16
-    )
+    assert situ_glu(gate, gate) == situ_glu(gate.astype(jnp.float32), gate.astype(jnp.float32)).astype(jnp.bfloat16)
