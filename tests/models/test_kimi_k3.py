@@ -201,10 +201,10 @@ def test_layers_start_different_from_each_other():
 
 
 def test_logits_are_float32_under_bfloat16():
-    config, variables = build(dtype="bfloat16")
-    logits = KimiK3(config).apply(variables, tokens_of(8))
+    config, variables = build(**FORMS["dense"])  # no experts: a near tie routed another way is no rounding error
+    logits = KimiK3(dataclasses.replace(config, dtype="bfloat16")).apply(variables, tokens_of(8))
     assert logits.dtype == jnp.float32
-    exact = KimiK3(TINY).apply(variables, tokens_of(8))
+    exact = KimiK3(config).apply(variables, tokens_of(8))
     assert np.sqrt(np.mean((logits - exact) ** 2) / np.mean(exact**2)) < 0.05
 
 
