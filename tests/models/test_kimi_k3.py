@@ -70,7 +70,7 @@ def test_scan_unroll_and_remat_agree(form):
         assert rel_error(got, want) < 1e-5, change
         scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(want_grads))
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
-            assert float(jnp.abs(a - b).max()) < 2e-5 * scale, change
+            assert float(jnp.abs(a - b).max()) < 1e-4 * scale, change
 
 
 def checkpoints_of(jaxpr, scanned=False):
