@@ -46,6 +46,15 @@ def test_commands_are_of_known_kinds():
     assert len(shown_in_experiments()) >= 3
 
 
+def test_pages_are_whole():
+    """No placeholder is left, and what a page links to is there."""
+    for page in PAGES:
+        text = page.read_text()
+        assert "@@" not in text, page
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
 @pytest.mark.slow
 def test_commands_run(tmp_path):
     """In the order shown, in a folder of their own; `make quickstart` stands for its three commands."""
