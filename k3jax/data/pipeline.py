@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from k3jax.config import DataConfig
 from k3jax.data import packing
 from k3jax.data.sources import Document, SkipReport, limit_bytes, read_documents, split_heldout
 from k3jax.data.tokenize import Tokenizer, load_tokenizer
@@ -40,30 +41,25 @@ class Batch(NamedTuple):
     segment_ids_BT: np.ndarray
 
 
-def load_dataset(config) -> "TextDataset":
+def load_dataset(config: DataConfig) -> "TextDataset":
     """Reads, splits, tokenises and packs the text that a DataConfig names.
 
     All of it is held in memory: the raw bytes while reading, then 2 bytes a token (4 where the vocabulary is
     larger than 65,536) and 24 bytes a piece.
 
     Args:
-      config: a k3jax.config.DataConfig, or anything with its fields. `max_bytes` and `heldout_max_bytes`
-        (None: all) bound the two sides; whole documents are kept, in the order of their digests.
+      config: what to read. Of the held-out documents, whole ones up to `heldout_max_bytes` together are kept, in
+        the order of their digests.
 
     Raises:
-      ValueError: a field that is impossible, or no usable text; one line says which and what to do.
+      ValueError: paths or a tokenizer that cannot be read, or no usable text; one line says which and what to do.
     """
-    if config.seq_len < 1:
-        raise ValueError(f"DataConfig.seq_len is {config.seq_len}: use at least 1")
-    if config.batch_size < 1:
-        raise ValueError(f"DataConfig.batch_size is {config.batch_size}: use at least 1")
     tokenizer = load_tokenizer(config.tokenizer, config.document_token)
     documents, skipped = read_documents(config.source, config.paths, config.text_field)
     split = split_heldout(documents, config.heldout_fraction)
-    train = limit_bytes(split.train, getattr(config, "max_bytes", None))
-    heldout = limit_bytes(split.heldout, getattr(config, "heldout_max_bytes", None))
+    heldout = limit_bytes(split.heldout, config.heldout_max_bytes)
     dataset = TextDataset(
-        train=PackedDocuments(train, tokenizer, config.seq_len, config.seed),
+        train=PackedDocuments(split.train, tokenizer, config.seq_len, config.seed),
         heldout=PackedDocuments(heldout, tokenizer, config.seq_len, config.seed),
         heldout_texts=[document.text for document in heldout],
         tokenizer=tokenizer,
@@ -261,11 +257,6 @@ class BatchIterator:
         batch = next(self._iterator)
         self._next_row += self._batch_size
         return batch
-
-    @property
-    def epoch(self) -> float:
-        """Epochs handed out so far, with the fraction of the running one."""
-        return self._next_row / self._rows.num_rows
 
     def get_state(self) -> dict[str, int]:
         """The position: {"next_row": global number of the first row not yet handed out}."""

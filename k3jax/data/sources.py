@@ -170,19 +170,15 @@ def split_heldout(documents: Sequence[Document], fraction: float) -> Split:
     )
 
 
-def limit_bytes(documents: Sequence[Document], max_bytes: int | None) -> list[Document]:
+def limit_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
     """Keeps whole documents, in the order given, that fit in `max_bytes` together.
 
     If not even one fits, the start of the first is kept.
 
     Args:
       documents: sorted by digest, so that the choice depends on contents alone.
-      max_bytes: bytes kept at most; None keeps everything.
+      max_bytes: bytes kept at most, from 1.
     """
-    if max_bytes is None:
-        return list(documents)
-    if max_bytes < 1:
-        raise ValueError(f"DataConfig byte limit is {max_bytes}: use a positive number of bytes, or None for no limit")
     kept, size = [], 0
     for document in documents:
         if size + len(document.text) <= max_bytes:

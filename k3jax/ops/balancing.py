@@ -77,22 +77,6 @@ def expert_load(ids_TS, num_experts: int, mask_T=None):
     return jnp.sum(sent_TSE, axis=(0, 1), dtype=jnp.int32)
 
 
-def max_violation(load_E):
-    """How far the busiest expert is above its fair share (MaxVio).
-
-    Args:
-        load_E: tokens sent to each expert, integers.
-
-    Returns:
-        max(load) / mean(load) - 1, a float32 scalar: 0 when even, E / k - 1 at worst; 0 without tokens.
-
-    Source: spec §6.3.
-    """
-    load_E = load_E.astype(jnp.promote_types(jnp.float32, load_E.dtype))
-    mean = jnp.mean(load_E)
-    return jnp.where(mean > 0, jnp.max(load_E) / jnp.where(mean > 0, mean, 1) - 1, 0)
-
-
 def sign_bias(load_E, bias_E, rate: float):
     """The loss-free balancing update: b + rate * sign(mean load - load).
 

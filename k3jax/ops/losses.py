@@ -66,33 +66,6 @@ def next_token_loss(
     )
 
 
-def token_nats(
-    hidden_BTD: jax.Array,
-    head_DW: jax.Array,
-    targets_BT: jax.Array,
-    *,
-    chunk_size: int | None = None,
-) -> jax.Array:
-    """Cross entropy of each token, for evaluation; computed as in next_token_loss.
-
-    Args:
-        hidden_BTD: [B, T, D] final hidden states; row t predicts targets[:, t].
-        head_DW: [D, W] output head.
-        targets_BT: int [B, T] tokens to predict, below W; a negative one is ignored.
-        chunk_size: as in next_token_loss.
-
-    Returns:
-        nats_BT: [B, T], float32 or wider; 0 where there is no target.
-
-    Raises:
-        ValueError: shapes that do not fit, or a chunk size below 1.
-
-    Source: spec §1.4 (loss in float32).
-    """
-    rows = _rows(hidden_BTD, head_DW, targets_BT, chunk_size)
-    return jnp.where(targets_BT >= 0, rows.nats_BT, 0)
-
-
 class _Rows(NamedTuple):
     nats_BT: jax.Array
     logsumexp_BT: jax.Array

@@ -272,10 +272,7 @@ def test_no_heldout():
 
 def test_limit_bytes():
     documents = [doc(b"aaaa"), doc(b"bb"), doc(b"ccccc"), doc(b"d")]
-    assert limit_bytes(documents, None) == documents
     assert [d.text for d in limit_bytes(documents, 7)] == [b"aaaa", b"bb", b"d"]
     assert [d.text for d in limit_bytes([doc("ééé".encode())], 3)] == ["é".encode()]
     assert [d.text for d in limit_bytes([doc("ééé".encode())], 1)] == ["é".encode()]
     assert limit_bytes([], 5) == []
-    with pytest.raises(ValueError, match="positive"):
-        limit_bytes(documents, 0)

@@ -12,7 +12,6 @@ from k3jax.ops.losses import Loss
 from tests.conftest import rel_error
 
 next_token_loss = jax.jit(losses.next_token_loss, static_argnames=("z_loss", "chunk_size"))
-token_nats = jax.jit(losses.token_nats, static_argnames="chunk_size")
 
 
 def reference(hidden, head, targets, z_loss=0.0):
@@ -24,7 +23,7 @@ def reference(hidden, head, targets, z_loss=0.0):
     picked = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
     nats = np.where(valid, logsumexp - picked, 0)
     correct = np.sum((logits.argmax(-1) == targets) & valid)
-    return nats, Loss(nats.sum(), z_loss * np.sum(valid * logsumexp**2), valid.sum(), correct)
+    return Loss(nats.sum(), z_loss * np.sum(valid * logsumexp**2), valid.sum(), correct)
 
 
 def inputs(B=2, T=13, D=6, W=11, dtype=np.float32, seed=0):
@@ -43,21 +42,18 @@ def inputs(B=2, T=13, D=6, W=11, dtype=np.float32, seed=0):
 def test_matches_the_reference_whatever_the_chunk(chunk):
     x = inputs()
     got = next_token_loss(*x, z_loss=0.1, chunk_size=chunk)
-    nats, want = reference(*x, z_loss=0.1)
+    want = reference(*x, z_loss=0.1)
     assert got.nats.dtype == got.z.dtype == jnp.float32 and got.count.dtype == got.correct.dtype == jnp.int32
     assert rel_error(got.nats, want.nats) < 1e-6 and rel_error(got.z, want.z) < 1e-6
     assert got.count == want.count == 22 and got.correct == want.correct
     assert 5 < got.correct < 20
-    per_token = token_nats(*x, chunk_size=chunk)
-    assert rel_error(per_token, nats) < 2e-6
-    assert (np.asarray(per_token)[np.asarray(x[2]) < 0] == 0).all()
 
 
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         x = inputs(dtype=np.float64)
         got = next_token_loss(*x, z_loss=0.1, chunk_size=8)
-        want = reference(*x, z_loss=0.1)[1]
+        want = reference(*x, z_loss=0.1)
         assert got.nats.dtype == got.z.dtype == jnp.float64
         assert rel_error(got.nats, want.nats) < 1e-14 and rel_error(got.z, want.z) < 1e-14
 
@@ -101,26 +97,8 @@ def test_gradients_match_finite_differences_for_both_sums_apart(chunk):
             for _ in range(6):
                 step = 1e-5 * rng.normal(size=x[i].shape)
                 plus, minus = ([*x[:i], x[i] + s * step, *x[i + 1 :]] for s in (1, -1))
-                want = total(reference(*plus, targets, 0.1)[1]) - total(reference(*minus, targets, 0.1)[1])
+                want = total(reference(*plus, targets, 0.1)) - total(reference(*minus, targets, 0.1))
                 assert abs(np.sum(grad * step) - want / 2) < 1e-7 * np.abs(grad * step).sum()
-
-
-def test_token_nats_has_per_token_gradients():
-    with jax.enable_x64(True):
-        hidden, head, targets = inputs(dtype=np.float64)
-        c = np.random.default_rng(1).normal(size=targets.shape)
-
-        def dense(hidden, head):
-            nats = -jax.nn.log_softmax(hidden @ head)
-            nats = jnp.take_along_axis(nats, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-            return jnp.sum(c * jnp.where(targets >= 0, nats, 0))
-
-        def ours(hidden, head):
-            return jnp.sum(c * token_nats(hidden, head, targets, chunk_size=6))
-
-        got, want = (jax.jit(jax.grad(f, (0, 1)))(hidden, head) for f in (ours, dense))
-        for a, b in zip(got, want, strict=True):
-            assert rel_error(a, b) < 1e-13
 
 
 def test_no_target_at_all_is_zero():
@@ -137,12 +115,12 @@ def test_no_target_at_all_is_zero():
 def test_large_logits_stay_finite():
     hidden, head, targets = inputs()
     got = next_token_loss(1e4 * hidden, head, targets)
-    assert rel_error(got.nats, reference(1e4 * hidden, head, targets)[1].nats) < 1e-6
+    assert rel_error(got.nats, reference(1e4 * hidden, head, targets).nats) < 1e-6
 
 
 def test_bfloat16_is_summed_in_float32():
     x = inputs(T=200, D=32, W=64, dtype=jnp.bfloat16)
-    got, want = next_token_loss(*x), reference(*x)[1]
+    got, want = next_token_loss(*x), reference(*x)
     assert got.nats.dtype == jnp.float32
     assert rel_error(got.nats, want.nats) < 1e-5
     grad = jax.jit(jax.grad(lambda *x: losses.next_token_loss(*x).nats, (0, 1)))
@@ -176,7 +154,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: next_token_loss(hidden[0], head, targets), "hidden must be"),
         (lambda: next_token_loss(hidden, head.T, targets), "hidden must be"),
         (lambda: next_token_loss(hidden, head, targets[:, 1:]), "targets must be"),
-        (lambda: token_nats(hidden, head, targets.astype(jnp.float32)), "targets must be"),
+        (lambda: next_token_loss(hidden, head, targets.astype(jnp.float32)), "targets must be"),
         (lambda: next_token_loss(hidden, head, targets, chunk_size=0), "chunk_size"),
     ]:
         with pytest.raises(ValueError, match=message):
