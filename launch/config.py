@@ -5,6 +5,7 @@ import json
 import sys
 
 from k3jax.config import Config, to_dict
+from k3jax.train.figures import short
 from launch import configure
 
 HELP = "Prints a configuration with every default filled in, its parameters by component, and FLOPs a token."
@@ -66,14 +67,6 @@ def summarise(config: Config) -> dict:
     }
 
 
-def format_count(count: float, digits: int) -> str:
-    """2779483955200 -> "2.7795T" with 4 digits after the point; small counts are written out."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if count >= size:
-            return f"{count / size:.{digits}f}{unit}"
-    return f"{count:,.0f}"
-
-
 def _print_table(summary: dict) -> None:
     parameters, flops = summary["parameters"], summary["flops_per_token"]
     components = [c for c in parameters["components"] if c["layers"] and c["per_layer"]]
@@ -86,11 +79,11 @@ def _print_table(summary: dict) -> None:
     total, active = parameters["total"], parameters["active"]
     with_embedding, without_head = parameters["active_with_embedding"], parameters["active_without_head"]
     print(f"""
-Total parameters   {format_count(total, 4 if total >= 1e12 else 2)}
-Active parameters  {format_count(active, 2)} a token: with the output head, without the input embedding, as published
-                   ({format_count(with_embedding, 2)} with both tables, {format_count(without_head, 2)} with neither)
-Forward FLOPs      {format_count(flops["forward_total"], 2)} a token at {flops["seq_len"]} tokens a row; a training \
-step takes {format_count(flops["train_total"], 2)}
+Total parameters   {short(total, 4 if total >= 1e12 else 2)}
+Active parameters  {short(active, 2)} a token: with the output head, without the input embedding, as published
+                   ({short(with_embedding, 2)} with both tables, {short(without_head, 2)} with neither)
+Forward FLOPs      {short(flops["forward_total"], 2)} a token at {flops["seq_len"]} tokens a row; a training \
+step takes {short(flops["train_total"], 2)}
 MLA layers         {" ".join(map(str, summary["global_layers"])) or "none"}""")
 
 

@@ -4,6 +4,8 @@ import math
 import sys
 from typing import Any
 
+from k3jax.train.figures import duration, short
+
 
 class Progress:
     """One live line on a terminal, a plain line for each record elsewhere.
@@ -84,24 +86,6 @@ def describe(record: dict[str, Any], total: int) -> str:
     if number("step_seconds") is not None:
         parts.append(f"ETA {duration((total - record['step']) * record['step_seconds'])}")
     return "".join(f"  {part}" for part in parts)
-
-
-def short(value: float) -> str:
-    """A number with three digits and a unit, such as 12.3k."""
-    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g}{unit}"
-    return f"{value:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as M:SS, H:MM:SS or NdHHh."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02d}h"
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def warn(text: str) -> None:

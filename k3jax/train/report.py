@@ -17,6 +17,7 @@ from k3jax.models.accounting import count_parameters
 from k3jax.models.plan import layer_kinds
 from k3jax.train import report_inside, report_plots
 from k3jax.train.diagnostics import Diagnostics, read_diagnostics
+from k3jax.train.figures import duration, short
 from k3jax.train.metrics import violations
 from k3jax.train.report_page import Fact, Picture, Section, page
 from k3jax.train.report_style import Series, png
@@ -96,8 +97,8 @@ def _overview(run: _Run) -> Section:
     fact("training loss", _at_end(run.series("loss")), "{:.4f}".format, "nats per token, last tenth of the run")
     steps = max((r["step"] for r in run.records), default=None)
     fact("steps", steps, "{:,}".format, f"of {run.config.train.steps:,}" if run.config else "")
-    fact("tokens", run.last("tokens"), _count, "trained on")
-    fact("time", _seconds(run), _duration, "steps and evaluation")
+    fact("tokens", run.last("tokens"), short, "trained on")
+    fact("time", _seconds(run), duration, "steps and evaluation")
     speed = run.series("tokens_per_second")
     fact("throughput", float(np.median(speed.values)) if speed else None, "{:,.0f}".format, "tokens per second, median")
     mfu = run.series("mfu")
@@ -106,7 +107,7 @@ def _overview(run: _Run) -> Section:
     fact("steps skipped", run.last("skipped") or None, "{:,.0f}".format, "gradient not finite")
     if run.config is not None:
         table = count_parameters(run.config.model)
-        fact("parameters", table.total, _count, f"{_count(table.active)} active per token")
+        fact("parameters", table.total, short, f"{short(table.active)} active per token")
     return Section("Overview", facts=facts, note="" if run.records else "No step has been logged.")
 
 
@@ -323,22 +324,6 @@ def _seconds(run: _Run) -> float | None:
         if isinstance(record.get("eval_seconds"), (int, float)):
             seconds += record["eval_seconds"]
     return seconds or None
-
-
-def _count(value: float) -> str:
-    """A number with three digits and a unit: 950, 15.3M, 2.78T."""
-    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g}{unit}"
-    return f"{value:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.3g} s"
 
 
 def _write_pictures(folder: pathlib.Path, pictures: list[Picture]) -> None:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from k3jax.train.figures import duration, short
 from k3jax.train.metrics import (
     MetricsLog,
     bits_per_byte,
@@ -13,7 +14,7 @@ from k3jax.train.metrics import (
     read_metrics,
     violations,
 )
-from k3jax.train.progress import describe, duration, short
+from k3jax.train.progress import describe
 
 
 def write(path, *steps):
@@ -136,5 +137,9 @@ def test_a_record_in_words():
     line = describe(record, total=100)
     assert line == "  loss 2.3457  3.400 bits/byte  12.3k tokens/s  MFU 34.1%  MaxVio 0.42  ETA 2:00"
     assert "not finite" in describe({"step": 1, "loss": float("nan")}, total=2)
+
+
+def test_numbers_as_people_read_them():
     assert (duration(3725), duration(59.6), duration(200000)) == ("1:02:05", "1:00", "2d07h")
-    assert (short(999.0), short(1.5e6)) == ("999", "1.5M")
+    assert [short(x) for x in (0, 999.0, 12345, 1.5e6, 2.7795e12)] == ["0", "999", "12.3k", "1.5M", "2.78T"]
+    assert (short(2_779_483_955_200, 4), short(104.19e9, 2), short(7, 2)) == ("2.7795T", "104.19B", "7")
