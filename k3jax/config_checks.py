@@ -7,8 +7,10 @@ import types
 import typing
 from typing import Literal
 
+from k3jax.errors import UserError
 
-class ConfigError(ValueError):
+
+class ConfigError(UserError):
     """A setting that cannot work: one line naming the field, its value and what to do."""
 
 

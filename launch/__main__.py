@@ -6,13 +6,14 @@ status. It imports jax inside of `run`, after the configuration is checked, so t
 
 import argparse
 import difflib
-import dis
 import importlib
 import importlib.util
 import os
 import re
 import sys
 from collections.abc import Sequence
+
+from k3jax.errors import UserError
 
 # A line on each, here so that listing the verbs imports none of them.
 VERBS = {
@@ -62,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except ValueError as error:
-        if not _is_users(error):
-            raise
+    except UserError as error:
         print(f"k3 {verb}: error: {error}", file=sys.stderr)
         return 2
 
@@ -97,17 +96,6 @@ def _run(verb: str, module_name: str, argv: list[str]) -> int:
     )
     module.add_arguments(parser)
     return module.run(parser.parse_args(configure.expand_gin_flags(argv)))
-
-
-def _is_users(error: ValueError) -> bool:
-    """Whether a `raise` statement of ours wrote the error, as a line for the user; others are bugs."""
-    traceback = error.__traceback__
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    frame = traceback.tb_frame
-    ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("launch", "k3jax", "pallas_kernels")
-    raised = dis.opname[frame.f_code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
-    return ours and raised and "\n" not in str(error)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 
+from k3jax.errors import UserError
 from launch import configure
 
 HELP = "Times the training step: against the machine's matmul rate, against a peer, and what each part costs."
@@ -26,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
         print(loaded.operative, end="")
         return 0
     if not args.gin_file:
-        raise ValueError(f"bench train: needs --gin_file; for example: {EXAMPLE}")
+        raise UserError(f"bench train: needs --gin_file; for example: {EXAMPLE}")
     if args.repeats < 1:
-        raise ValueError(f"--repeats={args.repeats}: must be at least 1")
+        raise UserError(f"--repeats={args.repeats}: must be at least 1")
     from launch.bench_train import bench_train
 
     bench_train(loaded.config, args.repeats, args.peer_python)

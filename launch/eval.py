@@ -22,11 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluates and prints; returns the exit status."""
     session.configure_logging()
-    try:
-        loaded = session.load_run(args.workdir, args.step)
-    except ValueError as error:  # its lines are for the user, and may be several
-        print(f"k3 eval: error: {error}", file=sys.stderr)
-        return 2
+    loaded = session.load_run(args.workdir, args.step)
 
     from k3jax.data import load_dataset
     from k3jax.train.evaluate import evaluate

@@ -43,11 +43,7 @@ def _number(kind: Callable[[str], float], noun: str, low: float, high: float) ->
 def run(args: argparse.Namespace) -> int:
     """Generates and prints as it goes; returns the exit status."""
     session.configure_logging()
-    try:
-        loaded = session.load_run(args.workdir, args.step, devices=1)
-    except ValueError as error:  # its lines are for the user, and may be several
-        print(f"k3 generate: error: {error}", file=sys.stderr)
-        return 2
+    loaded = session.load_run(args.workdir, args.step, devices=1)
 
     from k3jax.data import load_tokenizer
     from k3jax.models.generate import generate_tokens

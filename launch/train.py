@@ -1,6 +1,7 @@
 """`k3 train`: trains a model, or goes on where a run stopped."""
 
 import argparse
+import contextlib
 import os
 import pathlib
 import signal
@@ -8,7 +9,8 @@ import sys
 
 from k3jax.config import Config
 from k3jax.config_checks import require
-from k3jax.train.run_dir import Claim, RunRefused, check_vocabulary, new_workdir, remove_unused
+from k3jax.errors import UserError
+from k3jax.train.claim import Claim, new_workdir
 from launch import configure, session
 
 HELP = "Trains a model. With the --workdir of a run that was stopped or killed, goes on where it was."
@@ -33,30 +35,21 @@ def run(args: argparse.Namespace) -> int:
         if args.workdir is None or not os.path.isfile(own):
             configure.from_arguments(args)  # a mistake in what was given comes first
             files = " ".join(str(file) for file in configure.experiment_files())
-            print(f"k3 train: error: no configuration; give --gin_file=F, such as {files}", file=sys.stderr)
-            return 2
+            raise UserError(f"no configuration; give --gin_file=F, such as {files}")
         args.gin_file = [str(own)]
     loaded = configure.from_arguments(args)
     if args.print_config:
         print(loaded.operative, end="")
         return 0
     _check(loaded.config)
-    own_workdir = None
-    try:
-        own_workdir = None if args.workdir else new_workdir(pathlib.Path(args.gin_file[-1]).stem)
-        with Claim(args.workdir or own_workdir, loaded.config) as claim:
-            return _train(loaded.config, claim)
-    except RunRefused as error:
-        print(f"k3 train: error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        if own_workdir is not None:
-            remove_unused(own_workdir)
+    with contextlib.ExitStack() as stack:
+        workdir = args.workdir or stack.enter_context(new_workdir(pathlib.Path(args.gin_file[-1]).stem))
+        return _train(loaded.config, stack.enter_context(Claim(workdir, loaded.config)))
 
 
 def _check(config: Config) -> None:
     """Raises ConfigError for what cannot be trained on any devices; loads no jax."""
-    from k3jax.data import load_tokenizer
+    from k3jax.data import check_vocabulary, load_tokenizer
     from k3jax.train.mesh import check_mesh
 
     check_mesh(config.mesh)
@@ -75,14 +68,13 @@ def _train(config: Config, claim: Claim) -> int:
     print(f"run directory: {path}", flush=True)
     session.configure_logging()
 
-    from k3jax.checkpoint.manager import CheckpointMismatch
     from k3jax.train.loop import RunError, train
 
     try:
         outcome = train(config, claim)
-    except (RunError, CheckpointMismatch) as error:
+    except RunError as error:
         print(f"k3 train: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CheckpointMismatch) else 1
+        return 1
     except OSError as error:  # such as a full disk
         print(f"k3 train: error: {error}; {path} can be resumed once that is mended", file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = [folder for folder in ("k3jax", "pallas_kernels", "launch") if (ROOT / folder).is_dir()]
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
-MAX_LINES = 450
+MAX_LINES = 400
 
 # What a folder must not import: the folders that are built on it.
 ABOVE = {
@@ -18,6 +18,7 @@ ABOVE = {
     "k3jax/parallel": "models train data checkpoint infer",
     "k3jax/models": "train data checkpoint infer",
     "k3jax/data": "nn models train checkpoint infer",
+    "k3jax/checkpoint": "train data infer",
     "k3jax/train": "infer",
     "k3jax/infer": "train data",
 }
@@ -81,6 +82,8 @@ def test_a_file_is_short_enough_to_read(file):
         ("k3jax/ops/a.py", "from k3jax import nn"),
         ("k3jax/nn/a.py", "def f():\n    import k3jax.models.kimi_k3"),
         ("k3jax/models/a.py", "from k3jax.train import loop"),
+        ("k3jax/checkpoint/a.py", "from k3jax.train.run_dir import RunDir"),
+        ("k3jax/checkpoint/a.py", "import k3jax.data.pipeline"),
         ("k3jax/train/a.py", "import gin"),
         ("k3jax/train/a.py", "from launch import configure"),
         ("pallas_kernels/a.py", "import k3jax.ops"),

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from k3jax.checkpoint.hf_layout import K3_PREFIX, HFTensor, hf_tensors, model_config, to_ours
 from k3jax.config import ModelConfig
+from k3jax.errors import UserError
 from k3jax.models.plan import plan_layers
 
 # These stay float32 or wider whatever dtype is asked for (spec §1.4).
@@ -31,8 +32,9 @@ def load(path: str | pathlib.Path, dtype: Any = None) -> tuple[ModelConfig, dict
         (config, variables) for `KimiK3(config).apply(variables, ...)`.
     Raises:
         FileNotFoundError: no config.json or no safetensors file.
-        ValueError: another model, a config.json without a needed key, tensors that are missing, unknown or of another
-            shape, or float64 without jax.enable_x64.
+        UserError: another model, a config.json without a needed key, or tensors that are missing, unknown or of
+            another shape.
+        ValueError: float64 without jax.enable_x64.
     Source: spec §10, §1.4.
     """
     folder = pathlib.Path(path)
@@ -47,7 +49,7 @@ def load(path: str | pathlib.Path, dtype: Any = None) -> tuple[ModelConfig, dict
     missing = sorted({t.name for t in expected} - set(files))
     unknown = sorted(set(files) - {t.name for t in expected})
     if missing or unknown:
-        raise ValueError(f"{folder}: missing tensors {missing[:5]}, unknown tensors {unknown[:5]}")
+        raise UserError(f"{folder}: missing tensors {missing[:5]}, unknown tensors {unknown[:5]}")
 
     blocks = {f"stage_{i}": stage for i, stage in enumerate(plan_layers(config))}
     leaves: dict[tuple[str, ...], np.ndarray] = {}

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from k3jax.config import ModelConfig
+from k3jax.errors import UserError
 from k3jax.models.plan import Slot, layer_kinds, layer_slots
 
 K3_PREFIX = "language_model."
@@ -39,12 +40,12 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     Returns:
         ModelConfig.
     Raises:
-        ValueError: another model, a setting that has no counterpart here, or a key that is missing.
+        UserError: another model, a setting that has no counterpart here, or a key that is missing.
     Source: spec §1.1; both text models call themselves kimi_linear, so the top level decides (spec §12, trap 18).
     """
     kind = values.get("model_type")
     if kind not in ("kimi_k3", "kimi_linear"):
-        raise ValueError(f"config.json: model_type = {kind!r}: expected 'kimi_k3' or 'kimi_linear'")
+        raise UserError(f"config.json: model_type = {kind!r}: expected 'kimi_k3' or 'kimi_linear'")
     text = _Section(_Section(values, "")["text_config"], "text_config.") if kind == "kimi_k3" else _Section(values, "")
     linear = _Section(text["linear_attn_config"], f"{text.name}linear_attn_config.")
     fixed = {
@@ -58,7 +59,7 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     }
     for name, expected in fixed.items():
         if text.get(name, expected) != expected:
-            raise ValueError(f"config.json: {name} = {text[name]!r}: only {expected!r} is supported")
+            raise UserError(f"config.json: {name} = {text[name]!r}: only {expected!r} is supported")
     situ = text["hidden_act"] == "situ"
     latent = text.get("routed_expert_hidden_size")
     config = ModelConfig(
@@ -109,7 +110,7 @@ class _Section(dict):
         self.name = name
 
     def __missing__(self, key: str) -> Any:
-        raise ValueError(f"config.json: no {self.name}{key}; is it the file of the released checkpoint?")
+        raise UserError(f"config.json: no {self.name}{key}; is it the file of the released checkpoint?")
 
 
 def hf_tensors(config: ModelConfig, prefix: str) -> list[HFTensor]:
@@ -257,16 +258,16 @@ def to_ours(tensor: HFTensor, stored: np.ndarray) -> np.ndarray:
     Returns:
         An array of tensor.shape and stored's dtype.
     Raises:
-        ValueError: the size is not what the configuration says, or padding is not zero.
+        UserError: the size is not what the configuration says, or padding is not zero.
     """
     size = int(np.prod(tensor.shape))
     flat = stored.reshape(-1)
     if tensor.form == "zero_padded":
         if flat.size < size or np.any(flat[size:] != 0):
-            raise ValueError(f"{tensor.name}: expected {size} values, then zeros; got shape {list(stored.shape)}")
+            raise UserError(f"{tensor.name}: expected {size} values, then zeros; got shape {list(stored.shape)}")
         return flat[:size].reshape(tensor.shape)
     if flat.size != size:
-        raise ValueError(f"{tensor.name}: shape {list(stored.shape)} does not fit {list(tensor.shape)} of the model")
+        raise UserError(f"{tensor.name}: shape {list(stored.shape)} does not fit {list(tensor.shape)} of the model")
     if tensor.form == "transposed":
         return stored.T.reshape(tensor.shape)
     return stored.reshape(tensor.shape)

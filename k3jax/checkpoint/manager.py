@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
+from k3jax.errors import UserError
+
 STATE, LOOP = "state", "loop"
 MAX_DIFFERENCES = 20  # lines of a refusal
 
@@ -21,7 +23,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint that could not be written; one line."""
 
 
-class CheckpointMismatch(ValueError):
+class CheckpointMismatch(UserError):
     """A checkpoint that does not exist or does not fit. The message may be a list of several lines."""
 
 

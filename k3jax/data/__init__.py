@@ -11,7 +11,7 @@ from k3jax.data.sources import (
     read_documents,
     split_heldout,
 )
-from k3jax.data.tokenize import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from k3jax.data.tokenize import ByteTokenizer, FileTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 
 __all__ = [
     "Batch",
@@ -28,6 +28,7 @@ __all__ = [
     "Split",
     "TextDataset",
     "Tokenizer",
+    "check_vocabulary",
     "cut",
     "first_fit",
     "limit_bytes",

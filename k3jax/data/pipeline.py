@@ -18,6 +18,7 @@ from k3jax.config import DataConfig
 from k3jax.data import packing
 from k3jax.data.sources import Document, SkipReport, limit_bytes, read_documents, split_heldout
 from k3jax.data.tokenize import Tokenizer, load_tokenizer
+from k3jax.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def load_dataset(config: DataConfig) -> "TextDataset":
         the order of their digests.
 
     Raises:
-      ValueError: paths or a tokenizer that cannot be read, or no usable text; one line says which and what to do.
+      UserError: paths or a tokenizer that cannot be read, or no usable text; one line says which and what to do.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.document_token)
     documents, skipped = read_documents(config.source, config.paths, config.text_field)
@@ -67,7 +68,7 @@ def load_dataset(config: DataConfig) -> "TextDataset":
         skipped=skipped,
     )
     if not dataset.train.num_rows:
-        raise ValueError("DataConfig: no document gives a token to train on; change the tokenizer or add text")
+        raise UserError("DataConfig: no document gives a token to train on; change the tokenizer or add text")
     logger.info("train on %s; held out %s", dataset.train, dataset.heldout)
     return dataset
 
@@ -200,7 +201,8 @@ class TextDataset:
         """Endless batches [batch_size / process_count, seq_len] for one process, from a global row number on.
 
         Raises:
-          ValueError: batch_size is not a multiple of process_count, or process_index is not one of them.
+          UserError: batch_size is not a multiple of process_count.
+          ValueError: process_index is not one of them.
         """
         return BatchIterator(self.train, self.batch_size, process_index, process_count, next_row)
 
@@ -297,7 +299,7 @@ class _ProcessRows:
         stop: int | None = None,
     ):
         if process_count < 1 or batch_size % process_count:
-            raise ValueError(f"DataConfig.batch_size is {batch_size}: use a multiple of the {process_count} processes")
+            raise UserError(f"DataConfig.batch_size is {batch_size}: use a multiple of the {process_count} processes")
         if not 0 <= process_index < process_count:
             raise ValueError(f"process_index is {process_index}: use 0 to {process_count - 1}")
         self._rows, self._batch_size, self._first_row, self._stop = rows, batch_size, first_row, stop

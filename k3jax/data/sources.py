@@ -14,6 +14,8 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from k3jax.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 # What people wrote by hand: code, docstrings, notes. Tests repeat one another and hold odd encodings,
@@ -98,11 +100,11 @@ def read_documents(source: str, paths: Sequence[str] = (), text_field: str = "te
       Documents sorted by digest, and a SkipReport; both are also logged in one line.
 
     Raises:
-      ValueError: unknown source, a path that matches nothing, or no usable document at all.
+      UserError: unknown source, a path that matches nothing, or no usable document at all.
     """
     if source == "python":
         if paths:
-            raise ValueError("DataConfig.paths is for source 'files'; source is 'python': set one or the other")
+            raise UserError("DataConfig.paths is for source 'files'; source is 'python': set one or the other")
         root = sysconfig.get_paths()["stdlib"]
         files = sorted(_stdlib_files(root))
         origin = f"the Python standard library at {root}"
@@ -110,11 +112,11 @@ def read_documents(source: str, paths: Sequence[str] = (), text_field: str = "te
         if isinstance(paths, str):
             paths = (paths,)
         if not paths:
-            raise ValueError("DataConfig.paths is empty: name files, directories or globs, or use source 'python'")
+            raise UserError("DataConfig.paths is empty: name files, directories or globs, or use source 'python'")
         files = _expand(paths)
         origin = ", ".join(paths)
     else:
-        raise ValueError(f"DataConfig.source is {source!r}: use 'python' or 'files'")
+        raise UserError(f"DataConfig.source is {source!r}: use 'python' or 'files'")
 
     skipped = SkipReport()
     documents = []
@@ -125,7 +127,7 @@ def read_documents(source: str, paths: Sequence[str] = (), text_field: str = "te
             else:
                 skipped.add("empty", path)
     if not documents:
-        raise ValueError(f"no usable text in {origin}: {skipped}; give readable, non-empty UTF-8 files")
+        raise UserError(f"no usable text in {origin}: {skipped}; give readable, non-empty UTF-8 files")
     documents.sort(key=lambda document: document.digest)
     size = sum(len(document.text) for document in documents)
     level = logging.WARNING if skipped.total else logging.INFO
@@ -147,10 +149,10 @@ def split_heldout(documents: Sequence[Document], fraction: float) -> Split:
       fraction: of the bytes, in [0, 1), about met; 0 holds out nothing.
 
     Raises:
-      ValueError: fraction outside [0, 1), or a lone document too short to cut.
+      UserError: fraction outside [0, 1), or a lone document too short to cut.
     """
     if not 0 <= fraction < 1:
-        raise ValueError(f"DataConfig.heldout_fraction is {fraction}: use a number from 0 up to, not including, 1")
+        raise UserError(f"DataConfig.heldout_fraction is {fraction}: use a number from 0 up to, not including, 1")
     if fraction == 0:
         return Split(list(documents), [])
     distinct = sorted({document.digest: document for document in documents}.values(), key=lambda d: d.digest)
@@ -225,7 +227,7 @@ def _cut_tail(text: bytes, fraction: float) -> _Cut:
     if at == 0 or target - at > len(text) - target:
         at = _character_start(text, target)
     if not text[:at].strip() or not text[at:].strip():
-        raise ValueError(
+        raise UserError(
             f"the only document ({len(text)} bytes) is too short to hold out {fraction} of it: "
             "add text or set DataConfig.heldout_fraction = 0"
         )
@@ -246,7 +248,7 @@ def _expand(paths: Iterable[str]) -> list[str]:
     for path in map(os.path.expanduser, paths):
         matches = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
         if not matches:
-            raise ValueError(f"DataConfig.paths: nothing matches {path!r}; give an existing file, directory or glob")
+            raise UserError(f"DataConfig.paths: nothing matches {path!r}; give an existing file, directory or glob")
         for match in matches:
             for file in _walk(match) if os.path.isdir(match) else [match]:
                 found.setdefault(os.path.realpath(file), file)

@@ -6,6 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
+from k3jax.config import Config
+from k3jax.config_checks import require
+from k3jax.errors import UserError
+
 
 class Tokenizer(Protocol):
     """What the pipeline needs of a tokenizer.
@@ -55,14 +59,14 @@ class FileTokenizer:
       document_token: name of the token that opens documents, or None.
 
     Raises:
-      ValueError: the file cannot be read, the token is not in it, or `tokenizers` is not installed.
+      UserError: the file cannot be read, the token is not in it, or `tokenizers` is not installed.
     """
 
     def __init__(self, path: str, document_token: str | None = None):
         try:
             import tokenizers
         except ImportError:
-            raise ValueError(
+            raise UserError(
                 f"DataConfig.tokenizer is {path!r}, which needs the tokenizers package: pip install tokenizers"
             ) from None
         try:
@@ -70,8 +74,8 @@ class FileTokenizer:
                 stored = file.read()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(stored)
         except Exception as error:  # tokenizers raises plain Exception
-            reason = str(error).splitlines()[0]
-            raise ValueError(
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise UserError(
                 f"DataConfig.tokenizer: cannot read {path!r} ({reason}); give a tokenizers JSON file, or 'bytes'"
             ) from None
         self._tokenizer.no_truncation()
@@ -84,7 +88,7 @@ class FileTokenizer:
         if document_token is not None:
             self.document_token = self._tokenizer.token_to_id(document_token)
             if self.document_token is None:
-                raise ValueError(
+                raise UserError(
                     f"DataConfig.document_token {document_token!r} is not in {path!r}: use a token it has, or None"
                 )
         self.fingerprint = hashlib.sha256(stored + repr(self.document_token).encode()).digest()
@@ -108,10 +112,27 @@ def load_tokenizer(name: str, document_token: str | None = None) -> Tokenizer:
         own.
 
     Raises:
-      ValueError: a file that cannot be read, a token it lacks, or a document token for bytes.
+      UserError: a file that cannot be read, a token it lacks, or a document token for bytes.
     """
     if name != "bytes":
         return FileTokenizer(name, document_token)
     if document_token is not None:
-        raise ValueError("DataConfig.document_token is for tokenizers files: bytes has its own (256); set it to None")
+        raise UserError("DataConfig.document_token is for tokenizers files: bytes has its own (256); set it to None")
     return ByteTokenizer()
+
+
+def check_vocabulary(config: Config, vocabulary: int) -> None:
+    """Refuses a model that has no row for some token.
+
+    Args:
+        config: a whole run.
+        vocabulary: ids of the tokenizer run from 0 to vocabulary - 1.
+    Raises:
+        ConfigError: ModelConfig.vocab_size is smaller.
+    """
+    require(
+        vocabulary <= config.model.vocab_size,
+        config.model,
+        "vocab_size",
+        f"the tokenizer {config.data.tokenizer!r} has {vocabulary} tokens; set it to {vocabulary} or more",
+    )

@@ -14,21 +14,23 @@ import jax
 
 from k3jax.checkpoint.manager import CheckpointError, Checkpoints
 from k3jax.config import Config
-from k3jax.data import Batch, TextDataset, load_dataset
+from k3jax.data import Batch, TextDataset, check_vocabulary, load_dataset
 from k3jax.models.accounting import count_parameters, train_flops_per_token
 from k3jax.models.kimi_k3 import compute_dtype
-from k3jax.train import run_dir
 from k3jax.train.balance import layer_values
+from k3jax.train.claim import Claim
 from k3jax.train.diagnose import explain_nonfinite
 from k3jax.train.diagnostics import write_diagnostics
 from k3jax.train.evaluate import evaluate
 from k3jax.train.mesh import check_batch, make_mesh, shard_batch
 from k3jax.train.metrics import MetricsLog, bits_per_byte, load_interval, peak_flops, read_metrics, violations
+from k3jax.train.parameter_table import parameter_table
 from k3jax.train.progress import Progress, warn
-from k3jax.train.run_dir import Claim, RunDir
+from k3jax.train.run_dir import RunDir, write_atomically
 from k3jax.train.signals import StopRequest
 from k3jax.train.state import abstract_state, make_state
 from k3jax.train.step import make_eval_step, make_train_step
+from k3jax.train.versions import record_versions
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +62,14 @@ def train(config: Config, claim: Claim) -> Outcome:
     Returns:
         How it ended.
     Raises:
-        ConfigError, ValueError: settings that cannot work with these devices or this text.
+        UserError: settings that cannot work with these devices or this text.
         RunRefused: the text is not what the run was trained on, or these devices compute in another dtype.
         RunError: too many steps in a row that were not finite, or a checkpoint that could not be written.
     """
     mesh = make_mesh(config.mesh)
     check_batch(config, mesh)
     dataset = load_dataset(config.data)
-    run_dir.check_vocabulary(config, dataset.tokenizer.vocab_size)
+    check_vocabulary(config, dataset.tokenizer.vocab_size)
     claim.write_config()
     checkpoints = None
     try:
@@ -139,13 +141,13 @@ class _Training:
         """Makes or restores the state, and cuts the metrics to it."""
         config, run, newest = self.config, self.run_dir, self.checkpoints.latest()
         dtype = compute_dtype(config.model).name
-        for change in run_dir.record_versions(run, self.dataset.fingerprint, dtype, newest or 0):
+        for change in record_versions(run, self.dataset.fingerprint, dtype, newest or 0):
             warn(f"going on with another {change}; results may differ in the last bits")
         self.progress.say(self._describe())
         if newest is None:
             self.state = make_state(config, self.mesh)
-            table = run_dir.parameter_table(config.model, self.state.params)
-            run_dir.write_atomically(run.parameters, table)
+            table = parameter_table(config.model, self.state.params)
+            write_atomically(run.parameters, table)
         else:
             self.state, loop = self.checkpoints.restore(newest, abstract_state(config, self.mesh))
             self.batches.set_state(loop["data"])
@@ -287,7 +289,7 @@ class _Training:
         summary: dict[str, Any] = {}
         for record in records:
             summary |= {name: value for name, value in record.items() if isinstance(value, (int, float))}
-        run_dir.write_atomically(self.run_dir.summary, json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.run_dir.summary, json.dumps(summary, indent=2) + "\n")
 
     def _write_report(self) -> None:
         """Looks into the model on a batch of held-out text, or of the training text without, and draws."""

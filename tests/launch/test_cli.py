@@ -103,17 +103,21 @@ def main_running(monkeypatch):
     return run_body
 
 
-def test_interrupts_are_quiet_and_users_mistakes_one_line(main_running, capsys):
+def test_interrupts_are_quiet_and_users_mistakes_lines_of_ours(main_running, capsys):
     assert main_running("raise KeyboardInterrupt") == 130
     assert capsys.readouterr().err == ""
-    assert main_running("raise ValueError('give another value')") == 2
+    assert main_running("from k3jax.errors import UserError; raise UserError('give another value')") == 2
     assert capsys.readouterr().err == "k3 config: error: give another value\n"
+    refused = "from k3jax.train.run_dir import RunRefused; raise RunRefused('differs in:\\n  steps: 1 -> 2')"
+    assert main_running(refused) == 2
+    assert capsys.readouterr().err == "k3 config: error: differs in:\n  steps: 1 -> 2\n"
 
 
 @pytest.mark.parametrize(
     ("body", "error", "text"),
     [
         ("raise KeyError('a bug')", KeyError, "a bug"),
+        ("raise ValueError('of a shape that does not fit')", ValueError, "does not fit"),
         ("int('a bug')", ValueError, "invalid literal"),
         ("import json; json.loads('')", ValueError, "Expecting value"),
     ],

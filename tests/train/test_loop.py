@@ -16,10 +16,10 @@ from k3jax.checkpoint.manager import Checkpoints
 from k3jax.config import ConfigError, TrainConfig
 from k3jax.train import evaluate as evaluate_module
 from k3jax.train import loop
+from k3jax.train.claim import Claim
 from k3jax.train.loop import RunError, train
 from k3jax.train.mesh import make_mesh
 from k3jax.train.metrics import TIMING_FIELDS, read_metrics
-from k3jax.train.run_dir import Claim
 from k3jax.train.state import abstract_state
 from tests.train.tiny_run import tiny_config, write_text
 

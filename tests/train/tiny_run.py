@@ -51,3 +51,8 @@ def tiny_config(text: pathlib.Path, model: dict | None = None, data: dict | None
         mesh=MeshConfig(),
         train=TrainConfig(**(settings | train)),
     )
+
+
+def snapshot(path: pathlib.Path) -> dict:
+    """All files below a folder, with contents and times of change: equal when nothing was touched."""
+    return {p: (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else None) for p in path.rglob("*")}
