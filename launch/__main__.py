@@ -84,7 +84,7 @@ def _overview(verbs: dict[str, tuple[str, str]]) -> str:
 
 
 def _run(verb: str, module_name: str, argv: list[str]) -> int:
-    from launch import configure
+    from launch import accelerators, configure
 
     module = importlib.import_module(module_name)
     parser = _Parser(
@@ -95,7 +95,9 @@ def _run(verb: str, module_name: str, argv: list[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    return module.run(parser.parse_args(configure.expand_gin_flags(argv)))
+    args = parser.parse_args(configure.expand_gin_flags(argv))
+    accelerators.leave_libtpu_asleep()
+    return module.run(args)
 
 
 if __name__ == "__main__":
