@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from k3jax.ops.kda_chunked import chunked
 from k3jax.ops.kda_recurrent import recurrent, token_update
+from k3jax.ops.varying import varying_like
 
 Implementation = Literal["auto", "recurrent", "chunked"]
 # Measured on CPU, heads of 32 to 128 channels: 32 is 5% to 25% faster than 64, 16 is slower again.
@@ -101,6 +102,7 @@ def kda(
     else:
         dtype = jnp.promote_types(dtype, initial_state_BJKV.dtype)
         state_BJKV = initial_state_BJKV.astype(dtype)
+    state_BJKV = varying_like(state_BJKV, q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ)
 
     run_BT = None
     if segment_ids_BT is not None:

@@ -29,6 +29,7 @@ from k3jax.ops.dispatch import (
     to_experts,
 )
 from k3jax.ops.precision import exact, upcast, wide_dtype
+from k3jax.ops.varying import varying_like
 
 _TILE = 128  # rows: fewer lose speed to overhead, more to rows past the end of their expert
 _log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def expert_mlp(
             raise ValueError(f"expert_mlp needs one dtype, got tokens in {x_TL.dtype} and matrices in {w.dtype}")
     _say_choice()
     # Inside shard_map a matrix that all devices share becomes one that may differ, so that its gradient is summed.
-    one = _varying(jnp.ones((), x_TL.dtype), x_TL, ids_TS, weights_TS, *experts)
+    one = varying_like(jnp.ones((), x_TL.dtype), x_TL, ids_TS, weights_TS, *experts)
     x_TL, experts = jax.tree.map(lambda array: array * one, (x_TL, experts))
     dispatch = sort_by_expert(ids_TS, w_gate_ELF.shape[0])
     y_TSL = from_experts(_rows(activation, x_TL, dispatch, experts), dispatch)
@@ -172,7 +173,7 @@ def _tiled_outer(x_MD, g_MF, dispatch):
     def tile(rows, one, nothing, d_DF):
         return nothing, d_DF + _wide_dot(rows.get(x_MD), rows.get(g_MF), (0, 0))
 
-    zero = _varying(jnp.zeros((x_MD.shape[1], g_MF.shape[1]), wide_dtype(x_MD.dtype)), x_MD)
+    zero = varying_like(jnp.zeros((x_MD.shape[1], g_MF.shape[1]), wide_dtype(x_MD.dtype)), x_MD)
     mean = max(x_MD.shape[0] // dispatch.group_sizes_E.shape[0], 1)
     length = min(max(1 << (mean.bit_length() - 1), _TILE), 8 * _TILE)
     return _over_tiles(tile, (), zero, dispatch, (), length)[1].astype(x_MD.dtype)
@@ -214,8 +215,8 @@ def _tiled_bwd(activation, x_TL, dispatch, experts, hidden, g_ML):
         )
         return rows.put(dx_ML, dx), d_one
 
-    zero = jax.tree.map(lambda w: _varying(jnp.zeros(w.shape[1:], wide_dtype(dtype)), x_TL), experts)
-    dx_ML, d_experts = _over_tiles(tile, _varying(jnp.zeros_like(g_ML), x_TL), zero, dispatch, experts)
+    zero = jax.tree.map(lambda w: varying_like(jnp.zeros(w.shape[1:], wide_dtype(dtype)), x_TL), experts)
+    dx_ML, d_experts = _over_tiles(tile, varying_like(jnp.zeros_like(g_ML), x_TL), zero, dispatch, experts)
     return dx_ML, jax.tree.map(lambda w: w.astype(dtype), d_experts)
 
 
@@ -270,19 +271,7 @@ def _over_tiles(tile, carry, own, dispatch, experts, length=_TILE):
 
 
 def _zero_rows(x_TL, dispatch, w):
-    return _varying(jnp.zeros((dispatch.slot_M.shape[0], w.shape[2]), x_TL.dtype), x_TL)
-
-
-def _varying(array, *like):
-    """The array, typed as differing between devices where `like` does: a loop's carry inside shard_map must be.
-
-    Only a shard_map that checks this (check_vma=True, its default) asks for it; the train step does without the check,
-    a caller of `expert_mlp` need not (tests/ops/test_expert_mlp.py, test_inside_shard_map). A choice between equals
-    has the type of its condition, and compiles to nothing.
-    """
-    for x in like:
-        array = jnp.where(x[(0,) * x.ndim] == 0, array, array)
-    return array
+    return varying_like(jnp.zeros((dispatch.slot_M.shape[0], w.shape[2]), x_TL.dtype), x_TL)
 
 
 def _dot(a, b, contract):
