@@ -49,7 +49,9 @@ def decode(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """
     columns = packed.shape[-1] * 2
     if packed.shape[:-1] != scale.shape[:-1] or columns != scale.shape[-1] * BLOCK:
-        raise ValueError(f"packed {list(packed.shape)} needs a scale a row and {BLOCK} columns, not {list(scale.shape)}")
+        raise ValueError(
+            f"packed {list(packed.shape)} needs a scale a row and {BLOCK} columns, not {list(scale.shape)}"
+        )
     values = _PAIRS[packed].reshape(*scale.shape, BLOCK)
     values *= _power(scale)[..., None]
     return values.reshape(*packed.shape[:-1], columns)

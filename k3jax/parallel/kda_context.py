@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops.delta_attention import Implementation, KDAOutput, kda
-from k3jax.ops.kda_prefill import continues_document
+from k3jax.ops.prefill import continues_document
 from k3jax.ops.short_conv import short_conv
 
 HIGHEST = jax.lax.Precision.HIGHEST

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from k3jax.ops.delta_attention import kda, kda_step
-from k3jax.ops.kda_prefill import kda_prefill
+from k3jax.ops.prefill import kda_prefill
 from tests.conftest import rel_error
 from tests.ops.kda_cases import NAMES, random_inputs, recurrence
 
