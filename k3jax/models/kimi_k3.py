@@ -12,7 +12,8 @@ from k3jax.models.depth import Depth, append, reserve, source_mask
 from k3jax.models.plan import Run, Stage, plan_layers
 from k3jax.nn.attention_residual import depth_mix
 from k3jax.nn.initial import initial_leaf, parameter
-from k3jax.nn.layer import DecoderLayer, LayerKind
+from k3jax.nn.layer import DecoderLayer
+from k3jax.nn.layer_kind import LayerKind
 from k3jax.nn.linear import record
 from k3jax.ops.norms import rms_norm
 from k3jax.ops.precision import exact, wide_dtype

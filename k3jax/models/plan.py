@@ -4,7 +4,7 @@ import functools
 from typing import NamedTuple
 
 from k3jax.config import ModelConfig
-from k3jax.nn.layer import LayerKind
+from k3jax.nn.layer_kind import LayerKind
 
 
 class Run(NamedTuple):

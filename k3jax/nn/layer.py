@@ -1,6 +1,6 @@
 """One decoder layer: a token mixer and a channel mixer, each reading a mix of depth."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -10,18 +10,12 @@ from k3jax.config import ModelConfig
 from k3jax.nn.attention_residual import depth_mix
 from k3jax.nn.initial import parameter
 from k3jax.nn.kda import KDA
+from k3jax.nn.layer_kind import LayerKind
 from k3jax.nn.linear import record
 from k3jax.nn.mla import MLA
 from k3jax.nn.mlp import MLP
 from k3jax.nn.moe import LatentMoE
 from k3jax.ops.norms import rms_norm
-
-
-class LayerKind(NamedTuple):
-    """What a layer is made of; equal kinds have equal parameter trees."""
-
-    mixer: Literal["kda", "mla"]
-    ffn: Literal["dense", "moe"]
 
 
 class LayerOutput(NamedTuple):
