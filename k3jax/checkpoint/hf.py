@@ -1,108 +1,155 @@
-"""Released checkpoints (Hugging Face folders) of Kimi Linear and Kimi K3 as our configuration and variables."""
+"""Released checkpoints (Hugging Face folders) of Kimi Linear and Kimi K3: into variables, onto a mesh, and back."""
 
-import contextlib
 import dataclasses
-import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
 
-from k3jax.checkpoint.hf_layout import K3_PREFIX, HFTensor, hf_tensors, model_config, to_ours
+from k3jax.checkpoint.hf_aside import open_aside
+from k3jax.checkpoint.hf_config import stored_dtype
+from k3jax.checkpoint.hf_export import Experts, export
+from k3jax.checkpoint.hf_source import open_released
+from k3jax.checkpoint.hf_write import SHARD_BYTES, Advance
+from k3jax.checkpoint.mxfp4 import ScaleRule
+from k3jax.checkpoint.source import Index, Leaf, Path, Source
 from k3jax.config import ModelConfig
-from k3jax.errors import UserError
-from k3jax.models.plan import plan_layers
 
 # These stay float32 or wider whatever dtype is asked for (spec §1.4).
 _WIDE = ("a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm", "bias")
 
 
-def load(path: str | pathlib.Path, dtype: Any = None) -> tuple[ModelConfig, dict[str, Any]]:
+def load(
+    path: str | pathlib.Path, dtype: Any = None, *, sharding: jax.sharding.Sharding | dict[str, Any] | None = None
+) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads a folder with config.json and safetensors files.
 
     Args:
         path: the folder.
         dtype: of parameters and compute; None keeps each tensor's stored dtype and computes in config.json's.
             Decay rates and their biases, convolutions, KDA's output norms and router biases stay float32 or wider.
+            Experts in MXFP4 are decoded, exactly also in bfloat16, which is what None means for them.
+        sharding: of every leaf, or a tree of shardings in the form of the variables; a process then reads only the
+            bytes that its devices hold. None puts everything on the default device.
     Returns:
         (config, variables) for `KimiK3(config).apply(variables, ...)`.
     Raises:
-        FileNotFoundError: no config.json or no safetensors file.
-        UserError: another model, a config.json without a needed key, or tensors that are missing, unknown or of
-            another shape.
+        FolderNotFound (a FileNotFoundError): no config.json or no safetensors file.
+        UserError: another model, a config.json without a needed key, damaged files, or tensors that are missing,
+            unknown or of another shape or dtype, all listed.
         ValueError: float64 without jax.enable_x64.
-    Source: spec §10, §1.4.
+    Source: spec §10, §9, §1.4.
     """
-    folder = pathlib.Path(path)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder}: no config.json; expected a folder of a released checkpoint")
-    values = json.loads((folder / "config.json").read_text())
-    config = model_config(values)
-    compute = jnp.dtype(dtype if dtype is not None else values.get("dtype", "bfloat16"))
-    config = dataclasses.replace(config, dtype=compute.name)
-    files = _tensor_files(folder)
-    expected = hf_tensors(config, K3_PREFIX if values["model_type"] == "kimi_k3" else "")
-    missing = sorted({t.name for t in expected} - set(files))
-    unknown = sorted(set(files) - {t.name for t in expected})
-    if missing or unknown:
-        raise UserError(f"{folder}: missing tensors {missing[:5]}, unknown tensors {unknown[:5]}")
-
-    blocks = {f"stage_{i}": stage for i, stage in enumerate(plan_layers(config))}
-    leaves: dict[tuple[str, ...], np.ndarray] = {}
-    for tensor, stored in _read(expected, files):
-        part = to_ours(tensor, stored)
-        if dtype is not None:
-            wide = tensor.path[-1] in _WIDE
-            part = part.astype(np.promote_types(compute, np.float32) if wide else compute)
-        if tensor.slot is None:
-            leaves[tensor.path] = part
-            continue
-        lead = (blocks[tensor.slot.stage].repeats, _repeats(blocks[tensor.slot.stage], tensor.slot.run))
-        if tensor.expert is not None:
-            lead = (*lead, config.num_experts)
-        leaf = leaves.setdefault(tensor.path, np.empty(lead + part.shape, part.dtype))
-        at = (tensor.slot.block, tensor.slot.repeat)
-        leaf[at if tensor.expert is None else (*at, tensor.expert)] = part
+    source = open_released(path)
+    values = source.folder.values
+    compute = jnp.dtype(dtype if dtype is not None else stored_dtype(values))
+    config = dataclasses.replace(source.config, dtype=compute.name)
     variables: dict[str, Any] = {}
-    for keys, leaf in leaves.items():
-        node = variables
+    for keys in source.leaves:
+        node, places = variables, sharding
         for key in keys[:-1]:
             node = node.setdefault(key, {})
-        node[keys[-1]] = _place(leaf, "/".join(keys))
+            places = places[key] if isinstance(places, dict) else places
+        places = places[keys[-1]] if isinstance(places, dict) else places
+        target = None
+        if dtype is not None:
+            target = np.promote_types(compute, np.float32) if keys[-1] in _WIDE else compute
+        node[keys[-1]] = load_leaf(source, keys, target, places)
     return config, variables
 
 
-def _read(tensors: list[HFTensor], files: dict[str, pathlib.Path]) -> Iterator[tuple[HFTensor, np.ndarray]]:
-    """Each tensor with its stored array; every file is open once, until the last is read."""
-    with contextlib.ExitStack() as stack:
-        handles = {file: stack.enter_context(safe_open(file, "np")) for file in sorted(set(files.values()))}
-        for tensor in tensors:
-            yield tensor, handles[files[tensor.name]].get_tensor(tensor.name)
+def load_leaf(
+    source: Source, path: Path, dtype: Any = None, sharding: jax.sharding.Sharding | None = None
+) -> jax.Array:
+    """Puts one leaf of a checkpoint on devices, reading only what this process's devices hold.
+
+    Args:
+        source: an open checkpoint.
+        path: one of source.leaves.
+        dtype: of the result; None = the leaf's.
+        sharding: None = the default device.
+    Raises:
+        ValueError: a dtype that needs jax.enable_x64.
+    """
+    leaf = source.leaves[path]
+    dtype = leaf.dtype if dtype is None else np.dtype(dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        narrow = jax.dtypes.canonicalize_dtype(dtype)
+        raise ValueError(f"{'/'.join(path)}: {dtype} would become {narrow}; enable x64: jax.enable_x64(True)")
+    if sharding is None:
+        return jax.device_put(source.read(path).astype(dtype, copy=False))
+    parts: dict[str, np.ndarray] = {}  # devices that hold the same part share one reading of it
+
+    def part(index: Index) -> np.ndarray:
+        if str(index) not in parts:
+            parts[str(index)] = source.read(path, index).astype(dtype, copy=False)
+        return parts[str(index)]
+
+    return jax.make_array_from_callback(leaf.shape, sharding, part)
 
 
-def _place(leaf: np.ndarray, name: str) -> jax.Array:
-    """The array on the default device, and not a narrower one."""
-    placed = jax.device_put(leaf)
-    if placed.dtype != leaf.dtype:
-        raise ValueError(f"{name}: {leaf.dtype} would become {placed.dtype}; enable x64: jax.enable_x64(True)")
-    return placed
+def save(
+    path: str | pathlib.Path,
+    config: ModelConfig,
+    variables: dict[str, Any],
+    *,
+    dtype: Any = None,
+    experts: Experts = "keep",
+    scale_rule: ScaleRule = "floor",
+    like: str | pathlib.Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    advance: Advance = lambda count: None,
+) -> None:
+    """Writes variables as a folder that vLLM, SGLang and transformers read.
+
+    Args:
+        path: the folder; new or empty. It appears when all is in it.
+        config: of the model.
+        variables: as `load` returns; every array must be readable from this process.
+        dtype: of tensors; None keeps each array's own. What the layout has in float32 stays float32 or wider.
+        experts: routed experts packed ("mxfp4"), as values ("unpacked"), or as in `like` ("keep"; without it, values).
+        scale_rule: of packed blocks, see k3jax.checkpoint.mxfp4. Blocks that the scales stored in `like` represent
+            exactly keep those scales.
+        like: a released checkpoint that the model came from, or what a run kept of it: its vision tensors, tokeniser
+            and other files go along, and its config.json is continued.
+        shard_bytes: of tensors in a file.
+        advance: is told how many more bytes are written, again and again.
+    Raises:
+        UserError: a setting that the layout has no word for, leaves that do not fit config, a path that exists,
+            values that MXFP4 cannot hold.
+        ValueError: an array with parts on other processes; export from a checkpoint instead.
+    Source: spec §10, §9.
+    """
+    export(
+        path,
+        _Tree(config, variables),
+        aside=None if like is None else open_aside(pathlib.Path(like)),
+        dtype=dtype,
+        experts=experts,
+        scale_rule=scale_rule,
+        shard_bytes=shard_bytes,
+        advance=advance,
+    )
 
 
-def _repeats(stage, run: str) -> int:
-    return stage.runs[int(run.removeprefix("run_"))].repeats
+class _Tree:
+    """Variables in memory as a Source."""
 
+    def __init__(self, config: ModelConfig, variables: dict[str, Any]):
+        self.path, self.config = pathlib.Path(), config
+        self._arrays: dict[Path, Any] = {}
+        for keys, array in jax.tree_util.tree_flatten_with_path(variables)[0]:
+            path = tuple(key.key for key in keys)
+            if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+                name = "/".join(path)
+                raise ValueError(
+                    f"{name} has parts on other processes; save a checkpoint and export that: k3 ckpt export"
+                )
+            self._arrays[path] = array
+        self.leaves = {path: Leaf(x.shape, np.dtype(x.dtype), x.nbytes) for path, x in self._arrays.items()}
 
-def _tensor_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Which file holds each tensor."""
-    files = {}
-    shards = sorted(folder.glob("model-*-of-*.safetensors")) or sorted(folder.glob("model.safetensors"))
-    for file in shards:
-        with safe_open(file, "np") as handle:
-            files |= dict.fromkeys(handle.keys(), file)
-    if not files:
-        raise FileNotFoundError(f"{folder}: no model.safetensors and no model-*-of-*.safetensors")
-    return files
+    def read(self, path: Path, index: Index = ()) -> np.ndarray:
+        array = self._arrays[path]
+        return np.asarray(array[index] if index else array)
