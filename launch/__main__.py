@@ -8,6 +8,7 @@ import argparse
 import difflib
 import importlib
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else "see k3 --help"
         print(f"k3: error: no verb {verb!r}; {hint}", file=sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that its encoding lacks is no reason to stop
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(verb, verbs[verb][0], argv[1:])
         sys.stdout.flush()  # here, where a reader that has left is known

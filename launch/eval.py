@@ -6,7 +6,7 @@ import lzma
 import sys
 import zlib
 
-from k3jax.train.run_dir import RunRefused
+from k3jax.train.run_dir import RunRefused, read_json
 from launch import session
 
 HELP = "Measures a run's model on its held-out text. Changes nothing in the run's directory."
@@ -23,14 +23,15 @@ def run(args: argparse.Namespace) -> int:
     """Evaluates and prints; returns the exit status."""
     session.configure_logging()
     loaded = session.load_run(args.workdir, args.step)
+    versions = read_json(loaded.run.versions) if loaded.run.versions.exists() else {}
+    summary = read_json(loaded.run.summary) if loaded.run.summary.exists() else {}
 
     from k3jax.data import load_dataset
     from k3jax.train.evaluate import evaluate
     from k3jax.train.step import make_eval_step
 
     dataset = load_dataset(loaded.config.data)
-    trained_on = json.loads(loaded.run.versions.read_text()).get("corpus") if loaded.run.versions.exists() else None
-    if trained_on != dataset.fingerprint:
+    if versions.get("corpus") != dataset.fingerprint:
         print("k3: the text is not what this run was trained with: the split may differ", file=sys.stderr)
     result = evaluate(make_eval_step(loaded.config, loaded.mesh), loaded.variables, dataset, loaded.mesh)
     if result is None:
@@ -48,13 +49,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"model     {result.bits_per_byte:.3f} bits a byte")
         print(f"zlib -9   {figures['zlib_bits_per_byte']:.3f} bits a byte, on the same bytes")
         print(f"xz -9     {figures['xz_bits_per_byte']:.3f} bits a byte")
-    if loaded.run.summary.exists():
-        summary = json.loads(loaded.run.summary.read_text())
-        if "max_violation" in summary:
-            print(
-                f"experts   MaxVio {summary['max_violation']:.2f} on average over layers, "
-                f"{summary['max_violation_worst']:.2f} in the worst (0 = every expert has the same load)"
-            )
+    if "max_violation" in summary:
+        print(
+            f"experts   MaxVio {summary['max_violation']:.2f} on average over layers, "
+            f"{summary['max_violation_worst']:.2f} in the worst (0 = every expert has the same load)"
+        )
     if loaded.run.report.exists():
         print(f"report    {loaded.run.report}")
     return 0

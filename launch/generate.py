@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
+from k3jax.errors import UserError
 from launch import session
 
 HELP = "Continues a prompt with a run's model, one token at a time."
@@ -17,7 +18,7 @@ MAX_INT32 = 2**31 - 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this verb's options."""
     session.add_run_arguments(parser)
-    parser.add_argument("--prompt", default="", help="the text to continue; empty starts a document")
+    parser.add_argument("--prompt", default="", type=_text, help="the text to continue; empty starts a document")
     count = _number(int, "a whole number from 1 up", 1, MAX_INT32)
     parser.add_argument("--max_tokens", type=count, default=200, metavar="N", help="the most to generate (200)")
     temperature = _number(float, "a number from 0 up", 0, sys.float_info.max)
@@ -26,6 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     seed = _number(int, f"a whole number from 0 to {MAX_INT32}", 0, MAX_INT32)
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="the same seed gives the same text (0)")
+
+
+def _text(argument: str) -> str:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:  # how Python hands on bytes that it could not decode
+        raise argparse.ArgumentTypeError("is not text in UTF-8") from None
+    return argument
 
 
 def _number(kind: Callable[[str], float], noun: str, low: float, high: float) -> Callable[[str], float]:
@@ -52,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.document_token)
     opening = [] if tokenizer.document_token is None else [tokenizer.document_token]
     prompt = [*opening, *map(int, tokenizer.encode([args.prompt.encode()])[0])]
+    if not prompt:
+        raise UserError("--prompt is empty, and DataConfig.document_token, which could stand first, is None; give text")
     tokens = generate_tokens(
         config.model, loaded.variables, prompt, args.max_tokens,
         max_window=config.data.seq_len, num_ids=tokenizer.vocab_size, temperature=args.temperature, seed=args.seed,

@@ -3,15 +3,21 @@
 import argparse
 import logging
 import math
+import os
 import pathlib
+import sys
 import typing
+import warnings
 from typing import Any, NamedTuple
 
 from k3jax.config import Config
-from k3jax.train.run_dir import RunDir
+from k3jax.train.run_dir import RunDir, RunRefused
 
 if typing.TYPE_CHECKING:
     import jax
+
+
+NO_CHECKPOINT = "{} has no checkpoint yet; wait for its first"
 
 
 class LoadedRun(NamedTuple):
@@ -34,8 +40,15 @@ class LoadedRun(NamedTuple):
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say which run, and which of its checkpoints."""
-    parser.add_argument("--workdir", required=True, metavar="RUN", help="the run's directory")
+    parser.add_argument("--workdir", required=True, type=directory, metavar="RUN", help="the run's directory")
     parser.add_argument("--step", type=int, metavar="N", help="which checkpoint; the newest by default")
+
+
+def directory(text: str) -> str:
+    """An option's directory; not empty, as it is where a shell's variable is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a directory")
+    return text
 
 
 def load_run(workdir: str, step: int | None, devices: int | None = None) -> LoadedRun:
@@ -46,19 +59,18 @@ def load_run(workdir: str, step: int | None, devices: int | None = None) -> Load
         step: which checkpoint; None = the newest.
         devices: how many to use; None = as many as its batch can be split over.
     Raises:
-        RunRefused, CheckpointMismatch: no run, no checkpoint, or one that does not fit.
+        UserError: no run, no checkpoint, or one that is damaged or does not fit.
     """
     run = RunDir(pathlib.Path(workdir))
     config = run.load_config()
+    _check_checkpoint(run, step)
 
     import jax
 
-    from k3jax.checkpoint.manager import CheckpointMismatch, Checkpoints
+    from k3jax.checkpoint.manager import Checkpoints
     from k3jax.train.mesh import DATA_AXIS
     from k3jax.train.state import abstract_state
 
-    if not run.checkpoints.is_dir():
-        raise CheckpointMismatch(f"{run.path} has no checkpoint yet; wait for its first")
     if devices is None:
         rows = config.data.batch_size // config.train.num_microbatches
         devices = math.gcd(rows, jax.local_device_count())
@@ -68,8 +80,22 @@ def load_run(workdir: str, step: int | None, devices: int | None = None) -> Load
     with Checkpoints(run.checkpoints, keep=None) as checkpoints:
         step = checkpoints.latest() if step is None else step
         if step is None:
-            raise CheckpointMismatch(f"{run.path} has no checkpoint yet; wait for its first")
+            raise RunRefused(NO_CHECKPOINT.format(run.path))
         return LoadedRun(run, config, step, mesh, checkpoints.restore_part(step, like))
+
+
+def _check_checkpoint(run: RunDir, step: int | None) -> None:
+    """Refuses a checkpoint that is not there, before anything is loaded; of the others, orbax knows which are whole."""
+    try:
+        steps = sorted(int(name) for name in os.listdir(run.checkpoints) if name.isdecimal())
+    except (FileNotFoundError, NotADirectoryError):
+        steps = []
+    except OSError as error:
+        raise RunRefused(f"{run.checkpoints} cannot be read ({error.strerror}); make it readable") from None
+    if not steps:
+        raise RunRefused(NO_CHECKPOINT.format(run.path))
+    if step is not None and step not in steps:
+        raise RunRefused(f"{run.path}: no checkpoint of step {step}; there are: {', '.join(map(str, steps))}")
 
 
 def configure_logging() -> None:
@@ -81,5 +107,9 @@ def configure_logging() -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     # What goes wrong there reaches the user as one line of ours.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    logging.getLogger("orbax").setLevel(logging.CRITICAL)
+    for name in ("absl", "orbax", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # When one of many reads or writes has failed, the others have nobody to report to.
+    warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
+    report = sys.unraisablehook
+    sys.unraisablehook = lambda what: None if str(what.exc_value) == "Event loop is closed" else report(what)

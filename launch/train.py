@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     configure.add_config_arguments(parser)
     parser.add_argument(
         "--workdir",
+        type=session.directory,
         metavar="DIR",
         help="the run's directory, new or that of the same run; by default a new one under runs/. "
         "Without --gin_file, the run's own configuration is used",
@@ -49,10 +50,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(config: Config) -> None:
     """Raises ConfigError for what cannot be trained on any devices; loads no jax."""
-    from k3jax.data import check_vocabulary, load_tokenizer
+    from k3jax.data import check_paths, check_vocabulary, load_tokenizer
     from k3jax.train.mesh import check_mesh
 
     check_mesh(config.mesh)
+    check_paths(config.data.paths)
     in_python = "for parity checks in Python under jax.enable_x64(True); train in 'float32' or 'bfloat16'"
     require(config.model.dtype != "float64", config.model, "dtype", in_python)
     check_vocabulary(config, load_tokenizer(config.data.tokenizer, config.data.document_token).vocab_size)

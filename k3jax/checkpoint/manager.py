@@ -5,9 +5,10 @@ tree, shapes or dtypes differ from what is asked for is refused with a list of t
 casts silently).
 """
 
+import contextlib
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,10 @@ class CheckpointError(RuntimeError):
 
 class CheckpointMismatch(UserError):
     """A checkpoint that does not exist or does not fit. The message may be a list of several lines."""
+
+
+class CheckpointDamaged(UserError):
+    """A checkpoint whose files cannot be read."""
 
 
 class Restored(NamedTuple):
@@ -123,11 +128,13 @@ class Checkpoints:
             The state, laid out as `like`, and the plain values.
         Raises:
             CheckpointMismatch: no such step, or another tree, shape or dtype.
+            CheckpointDamaged: files that cannot be read.
         """
         self._check_step(step)
         self._refuse_differences(step, _leaves(like), partly=False)
         arguments = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(like), LOOP: ocp.args.JsonRestore()})
-        restored = self._manager.restore(step, args=arguments)
+        with self._reading(step):
+            restored = self._manager.restore(step, args=arguments)
         return Restored(restored[STATE], restored[LOOP])
 
     def restore_part(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
@@ -140,13 +147,14 @@ class Checkpoints:
             The same dictionary with arrays.
         Raises:
             CheckpointMismatch: no such step, or another tree, shape or dtype.
+            CheckpointDamaged: files that cannot be read.
         """
         self._check_step(step)
         self._refuse_differences(step, _leaves(like), partly=True)
         arguments = ocp.args.PyTreeRestore(
             item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
         )
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with self._reading(step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             return checkpointer.restore(self.directory / str(step) / STATE, args=arguments)
 
     def _check_step(self, step: int) -> None:
@@ -155,7 +163,10 @@ class Checkpoints:
             raise CheckpointMismatch(f"{self.directory}: no checkpoint of step {step}; there are: {there}")
 
     def _refuse_differences(self, step: int, wanted: dict[str, str], partly: bool) -> None:
-        metadata = self._manager.item_metadata(step)[STATE]
+        with self._reading(step):
+            metadata = self._manager.item_metadata(step)[STATE]
+            if metadata is None:
+                raise FileNotFoundError("its description of the state is gone")
         found = _leaves(getattr(metadata, "tree", metadata))
         if partly:
             tops = {path.partition("/")[0] for path in wanted}
@@ -172,15 +183,30 @@ class Checkpoints:
             heading = f"{where} does not fit the configuration (in the checkpoint -> asked for):"
             raise CheckpointMismatch("\n".join([heading, *shown]))
 
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError) as error:  # what orbax and tensorstore say of missing or cut files
+            reason = _first_line(error)
+            raise CheckpointDamaged(
+                f"{self.directory / str(step)} cannot be read ({reason}); restore it from a copy, or move it away to "
+                "use the one before it"
+            ) from error
+
     def _guard(self, action: Callable[[], Any]) -> None:
         try:
             action()
         except Exception as error:
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            reason = _first_line(error)
             what = f"checkpoint {self.directory}/{self._saving} could not be saved"
             if self._saving is None:
                 what = f"{self.directory}: all checkpoints are saved, but closing failed"
             raise CheckpointError(f"{what}: {reason}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _leaves(tree: Any) -> dict[str, str]:

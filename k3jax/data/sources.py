@@ -135,6 +135,12 @@ def read_documents(source: str, paths: Sequence[str] = (), text_field: str = "te
     return Documents(documents, skipped)
 
 
+def check_paths(paths: Sequence[str]) -> None:
+    """Raises UserError for a path that matches nothing; reads none of them."""
+    for path in paths:
+        _matches(path)
+
+
 def split_heldout(documents: Sequence[Document], fraction: float) -> Split:
     """Splits documents into train and held-out by content, so that equal contents land on one side.
 
@@ -245,14 +251,19 @@ def _stdlib_files(root: str) -> Iterator[str]:
 def _expand(paths: Iterable[str]) -> list[str]:
     """Files named by paths, directories and globs: sorted, each once."""
     found: dict[str, str] = {}
-    for path in map(os.path.expanduser, paths):
-        matches = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
-        if not matches:
-            raise UserError(f"DataConfig.paths: nothing matches {path!r}; give an existing file, directory or glob")
-        for match in matches:
+    for path in paths:
+        for match in _matches(path):
             for file in _walk(match) if os.path.isdir(match) else [match]:
                 found.setdefault(os.path.realpath(file), file)
     return sorted(found.values())
+
+
+def _matches(path: str) -> list[str]:
+    path = os.path.expanduser(path)
+    matches = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
+    if not matches:
+        raise UserError(f"DataConfig.paths: nothing matches {path!r}; give an existing file, directory or glob")
+    return matches
 
 
 def _walk(root: str) -> Iterator[str]:

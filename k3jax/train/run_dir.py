@@ -7,7 +7,7 @@ renamed, so that a file is whole or absent.
 import json
 import os
 import pathlib
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from k3jax.config import Config, ConfigError, from_dict
 from k3jax.errors import UserError
@@ -88,17 +88,30 @@ class RunDir(NamedTuple):
         Raises:
             RunRefused: there is no run here, or another version of k3jax wrote it.
         """
+        if not self.config_json.exists():
+            raise RunRefused(f"{self.path} holds no run (no config.json); give the directory of one")
+        values = read_json(self.config_json)
         try:
-            return from_dict(json.loads(self.config_json.read_text()))
-        except (FileNotFoundError, NotADirectoryError):
-            raise RunRefused(f"{self.path} holds no run (no config.json); give the directory of one") from None
-        except (ConfigError, json.JSONDecodeError) as error:
+            return from_dict(values)
+        except ConfigError as error:
             raise RunRefused(f"{self.config_json} cannot be read: {error}; give the directory of a run") from None
-        except OSError as error:
-            raise RunRefused(f"{self.config_json} cannot be read ({error.strerror}); make it readable") from None
-        except (ValueError, TypeError, AttributeError):  # JSON or bytes of another form
+        except (ValueError, TypeError, AttributeError):  # JSON of another form
             form = "not sections with fields, as k3jax writes them"
             raise RunRefused(f"{self.config_json} cannot be read: {form}; give the directory of a run") from None
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """The content of one of the run's JSON files.
+
+    Raises:
+        RunRefused: it cannot be opened, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunRefused(f"{path} cannot be read ({error.strerror}); make it readable") from None
+    except ValueError as error:
+        raise RunRefused(f"{path} cannot be read: {error}; it is damaged: restore it from a copy") from None
 
 
 def write_atomically(path: pathlib.Path, text: str) -> None:

@@ -6,7 +6,7 @@ import pathlib
 import platform
 import subprocess
 
-from k3jax.train.run_dir import Change, RunDir, RunRefused, write_atomically
+from k3jax.train.run_dir import Change, RunDir, RunRefused, read_json, write_atomically
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "k3jax")
 
@@ -45,7 +45,7 @@ def record_versions(run: RunDir, corpus: str, compute_dtype: str, step: int) -> 
     if not run.versions.exists():
         write_atomically(run.versions, json.dumps(now, indent=2) + "\n")
         return []
-    stored = json.loads(run.versions.read_text())
+    stored = read_json(run.versions)
     if stored.get("corpus") != corpus and step > 0:
         raise RunRefused(
             f"{run.path}: the text is not what this run was trained on (fingerprint {str(stored.get('corpus'))[:12]}, "

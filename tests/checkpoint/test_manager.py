@@ -1,6 +1,7 @@
 """Checkpoints: what comes back is what was there, whatever wrote it; what does not fit is refused; no half ones."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from k3jax.checkpoint.manager import CheckpointError, CheckpointMismatch, Checkpoints
+from k3jax.checkpoint.manager import CheckpointDamaged, CheckpointError, CheckpointMismatch, Checkpoints
 
 
 class Moments(NamedTuple):
@@ -134,6 +135,23 @@ def test_dtype_shape_and_tree_differences_are_refused_by_name(tmp_path):
         with pytest.raises(CheckpointMismatch, match="params/embed: float32"):
             embed = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=place)
             checkpoints.restore_part(5, {"params": like.params | {"embed": embed}})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of reads beside the failed one
+@pytest.mark.parametrize("lost", ["state", "state/_METADATA", "state/*/*", "state/manifest.ocdbt", "loop"])
+def test_files_that_are_gone_are_one_line(tmp_path, lost):
+    mesh, state = devices_mesh(1), make_state()
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, state, {"data": 1})
+    for path in sorted((tmp_path / "5").glob(lost)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        with pytest.raises(CheckpointDamaged) as caught:
+            checkpoints.restore(5, abstract(state, mesh))
+        if lost != "loop":
+            with pytest.raises(CheckpointDamaged):
+                checkpoints.restore_part(5, {"params": abstract(state.params, mesh)})
+    assert str(caught.value).startswith(f"{tmp_path}/5 cannot be read (") and "\n" not in str(caught.value)
 
 
 def test_reading_changes_nothing(tmp_path):

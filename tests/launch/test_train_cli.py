@@ -1,5 +1,6 @@
 """`k3 train`, `eval` and `generate` as a user has them: processes that are killed, stopped, refused and resumed."""
 
+import errno
 import json
 import os
 import pathlib
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 
 from k3jax.checkpoint.manager import Checkpoints
+from k3jax.config import to_dict
 from k3jax.config_text import config_to_gin
+from k3jax.data import ByteTokenizer
 from k3jax.train.metrics import TIMING_FIELDS, read_metrics
+from k3jax.train.run_dir import RunDir, write_atomically
 from k3jax.train.state import abstract_state
 from launch.__main__ import main
 from tests.train.tiny_run import snapshot, tiny_config, write_text
@@ -187,6 +191,7 @@ def test_generate_continues_a_prompt_and_changes_nothing(world, reference):
         (["train", "--gin_file={gin}", "--workdir={gin}/run"], "cannot be used (Not a directory); choose another"),
         (["train", "--gin_file={gin}", "--workdir=x", "--gin.ModelConfig.vocab_size=256"], "set it to 257 or more"),
         (["train", "--gin_file={gin}", "--workdir=x", "--gin.ModelConfig.dtype=float64"], "under jax.enable_x64(True)"),
+        (["train", "--gin_file={gin}", "--workdir=x", "--gin.DataConfig.paths=('gone',)"], "nothing matches 'gone'"),
     ],
 )
 def test_mistakes_are_one_line(world, capsys, monkeypatch, arguments, message):
@@ -209,6 +214,57 @@ def test_impossible_samples_are_refused_before_anything_is_loaded(capsys, option
     (line,) = capsys.readouterr().err.splitlines()
     name, _, value = option.partition("=")
     assert line.startswith(f"k3 generate: error: argument {name}: {value!r} is not a ")
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "problem"),
+    [
+        ("train", "--workdir=", "--workdir: is empty; give a directory"),
+        ("eval", "--workdir=", "--workdir: is empty; give a directory"),
+        ("eval", "--step=x", "--step: invalid int value: 'x'"),
+        ("generate", "--prompt=\udcff", "--prompt: is not text in UTF-8"),  # the byte 255, as Python hands it on
+    ],
+)
+def test_impossible_options_are_refused(capsys, verb, option, problem):
+    with pytest.raises(SystemExit) as caught:
+        main([verb, option])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"k3 {verb}: error: argument {problem}; see k3 {verb} --help\n"
+
+
+def test_a_run_without_the_checkpoint_is_refused_before_jax_is_loaded(world, tmp_path, capsys, monkeypatch):
+    run = RunDir(tmp_path)
+    write_atomically(run.config_json, json.dumps(to_dict(world.config)))
+    monkeypatch.setitem(sys.modules, "jax", None)  # importing it fails
+
+    def refusal(*arguments):
+        assert main(["eval", f"--workdir={tmp_path}", *arguments]) == 2
+        return capsys.readouterr().err.removeprefix(f"k3 eval: error: {tmp_path}")
+
+    assert refusal() == " has no checkpoint yet; wait for its first\n"
+    run.checkpoints.write_text("a file")
+    assert refusal() == " has no checkpoint yet; wait for its first\n"
+    run.checkpoints.unlink()
+    (run.checkpoints / "12.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert refusal() == " has no checkpoint yet; wait for its first\n"
+    (run.checkpoints / "10").mkdir()
+    (run.checkpoints / "9").mkdir()
+    assert refusal("--step=8") == ": no checkpoint of step 8; there are: 9, 10\n"
+
+    def closed(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr("launch.session.os.listdir", closed)  # root may read everything
+    assert refusal() == "/checkpoints cannot be read (Permission denied); make it readable\n"
+
+
+def test_an_empty_prompt_needs_a_token_to_start_with(world, reference, capsys, monkeypatch):
+    class Plain(ByteTokenizer):
+        document_token = None
+
+    monkeypatch.setattr("k3jax.data.load_tokenizer", lambda *names: Plain())
+    assert main(["generate", f"--workdir={world.root / 'reference'}"]) == 2
+    assert "k3 generate: error: --prompt is empty" in capsys.readouterr().err
 
 
 def test_a_default_directory_of_a_run_that_could_not_begin_is_removed(world, capsys, monkeypatch):

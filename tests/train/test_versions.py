@@ -30,6 +30,14 @@ def test_a_changed_corpus_is_refused_and_other_versions_are_recorded(tmp_path, m
     assert again == stored | {"resumed": [{"step": 8, "jax": "9"}]}
 
 
+def test_a_damaged_file_is_refused(tmp_path):
+    run = RunDir(tmp_path)
+    record_versions(run, "aaaa", "float32", step=0)
+    run.versions.write_text("{")
+    with pytest.raises(RunRefused, match=r"versions\.json cannot be read: .*damaged: restore it from a copy"):
+        record_versions(run, "aaaa", "float32", step=4)
+
+
 def test_a_run_is_not_resumed_in_another_dtype(tmp_path):
     run = RunDir(tmp_path)
     record_versions(run, "aaaa", "float32", step=0)
