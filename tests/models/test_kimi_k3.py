@@ -1,6 +1,9 @@
 """The assembled model: folding into scans, invariances of packing, padding and causality, and size."""
 
+import collections
 import dataclasses
+import functools
+import re
 import time
 
 import jax
@@ -229,19 +232,31 @@ def test_plan_of_k3():
         assert slot.block < stage.repeats and slot.repeat < run.repeats
 
 
-def test_k3_traces_and_lowers_quickly():
-    """All 93 layers with their gradient, at full width; nothing is allocated."""
-    config = ModelConfig.kimi_k3(dtype="bfloat16")
+@functools.cache
+def operations_of_k3(num_layers: int) -> collections.Counter:
+    """How often each operation stands in the program of K3's gradient, at full width; nothing is allocated."""
     tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32)
-    model = KimiK3(config)
+    model = KimiK3(ModelConfig.kimi_k3(dtype="bfloat16", num_layers=num_layers))
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
 
     def loss(v, t):
         return jnp.sum(model.apply(v, t, output="hidden").astype(jnp.float32))
 
     begin = time.process_time()
-    lowered = jax.jit(jax.grad(loss, allow_int=True)).lower(variables, tokens)
-    seconds = time.process_time() - begin
-    # A scan's body is there once: 93 layers unrolled would be several times as many products.
-    assert lowered.as_text().count("stablehlo.dot_general") < 3000
-    print(f"traced and lowered in {seconds:.1f} s of CPU time")
+    program = jax.jit(jax.grad(loss, allow_int=True)).lower(variables, tokens).as_text()
+    print(f"{num_layers} layers traced and lowered in {time.process_time() - begin:.1f} s of CPU time")
+    return collections.Counter(re.findall(r"stablehlo\.\w+", program))
+
+
+def test_k3_is_traced_once_for_all_layers_that_repeat():
+    # 15 of the 93 layers are traced; all of them would be several times as many products.
+    assert 1000 < operations_of_k3(93)["stablehlo.dot_general"] < 3000
+
+
+@pytest.mark.slow
+def test_the_program_does_not_grow_with_depth():
+    """Two equal blocks in the middle instead of six: 45 layers are the same program with shorter scans."""
+    short, full = (plan_layers(ModelConfig.kimi_k3(num_layers=n)) for n in (45, 93))
+    assert [s.repeats for s in short] == [1, 2, 1] and [s.repeats for s in full] == [1, 6, 1]
+    assert [s.runs for s in short] == [s.runs for s in full]
+    assert operations_of_k3(45) == operations_of_k3(93)
