@@ -22,6 +22,7 @@ VERBS = {
     "eval": ("launch.eval", "measure a run on held-out text"),
     "generate": ("launch.generate", "continue a prompt with a run's model"),
     "config": ("launch.config", "print a resolved configuration and its parameter table"),
+    "ckpt": ("launch.ckpt", "inspect, compare and convert checkpoints"),
     "bench": ("launch.bench", "time the parts and the whole, beside peers where they are installed"),
 }
 

@@ -7,6 +7,7 @@ import sys
 from k3jax.config import Config, to_dict
 from k3jax.train.figures import short
 from launch import configure
+from launch.tables import print_rows
 
 HELP = "Prints a configuration with every default filled in, its parameters by component, and FLOPs a token."
 EXAMPLE = "k3 config --gin_file=experiments/kimi_linear_48b.gin --gin.ModelConfig.kda_per_mla=7"
@@ -75,7 +76,7 @@ def _print_table(summary: dict) -> None:
         share = f"{c['total'] / parameters['total']:.1%}"
         rows.append((c["name"], f"{c['per_layer']:,}", str(c["layers"]), f"{c['total']:,}", share, f"{c['active']:,}"))
     rows.append(("all", "", "", f"{parameters['total']:,}", "100.0%", f"{parameters['active']:,}"))
-    _print_rows(rows)
+    print_rows(rows, last_is_sum=True)
     total, active = parameters["total"], parameters["active"]
     with_embedding, without_head = parameters["active_with_embedding"], parameters["active_without_head"]
     print(f"""
@@ -85,21 +86,3 @@ Active parameters  {short(active, 2)} a token: with the output head, without the
 Forward FLOPs      {short(flops["forward_total"], 2)} a token at {flops["seq_len"]} tokens a row; a training \
 step takes {short(flops["train_total"], 2)}
 MLA layers         {" ".join(map(str, summary["global_layers"])) or "none"}""")
-
-
-def _print_rows(rows: list[tuple[str, ...]]) -> None:
-    """A rich table on a terminal, aligned columns elsewhere; first row is the heading, last the sum."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table()
-        for i, heading in enumerate(rows[0]):
-            table.add_column(heading, justify="left" if i == 0 else "right")
-        for row in rows[1:]:
-            table.add_row(*row, end_section=row in rows[-2:])
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *numbers in rows:
-        print(name.ljust(widths[0]), *(n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True)), sep="  ")

@@ -21,7 +21,7 @@ class LatentMoE(nn.Module):
 
     The router bias is state, not a parameter: variable "bias" of collection "router". With
     mutable=["router_stats"] the call also returns what the balancing rule needs to know of these tokens; padding is
-    left out of it.
+    left out of it. A variable "ids_TS" of collection "forced_routing" says which experts to visit.
 
     Attributes:
         config: architecture.
@@ -40,7 +40,7 @@ class LatentMoE(nn.Module):
 
         routing = route(
             x_BTD.reshape(B * T, D), parameter(self, "router", (D, E)), bias_E, c.num_experts_per_token,
-            routed_scaling_factor=c.routed_scaling_factor,
+            routed_scaling_factor=c.routed_scaling_factor, forced_ids_TS=self.get_variable("forced_routing", "ids_TS"),
         )  # fmt: skip
         self._observe(routing, bias_E, segment_ids_BT)
 

@@ -21,7 +21,13 @@ class Routing(NamedTuple):
 
 
 def route(
-    x_TD: jax.Array, router_DE: jax.Array, bias_E: jax.Array, k: int, *, routed_scaling_factor: float = 1.0
+    x_TD: jax.Array,
+    router_DE: jax.Array,
+    bias_E: jax.Array,
+    k: int,
+    *,
+    routed_scaling_factor: float = 1.0,
+    forced_ids_TS: jax.Array | None = None,
 ) -> Routing:
     """Selects the top k of sigmoid(x router) + bias, and weighs them by the unbiased scores.
 
@@ -37,6 +43,8 @@ def route(
         bias_E: selection bias, float32 or wider; in 16 bits it would route differently.
         k: experts a token, 1 <= k <= E. Ties go to the lower index.
         routed_scaling_factor: multiplies the weights, which otherwise sum to one.
+        forced_ids_TS: experts to visit in place of the top k; weights are still of this call's own scores. So two
+            programs can be compared where nearly tied experts would part them.
 
     Returns:
         Routing(ids_TS, weights_TS, scores_TE) with S = k.
@@ -53,7 +61,10 @@ def route(
     wide = jnp.promote_types(jnp.promote_types(x_TD.dtype, router_DE.dtype), jnp.float32)
     logits_TE = jnp.dot(x_TD.astype(wide), router_DE.astype(wide), precision=lax.Precision.HIGHEST)
     scores_TE = jax.nn.sigmoid(logits_TE)
-    _, ids_TS = lax.top_k(lax.stop_gradient(scores_TE + bias_E), k)
+    if forced_ids_TS is None:
+        _, ids_TS = lax.top_k(lax.stop_gradient(scores_TE + bias_E), k)
+    else:
+        ids_TS = forced_ids_TS
     # A masked sum instead of a gather: its transpose is a masked sum too, where a gather's is a scatter.
     selected_TSE = ids_TS[:, :, None] == lax.broadcasted_iota(ids_TS.dtype, (1, 1, E), 2)
     scores_TS = jnp.sum(jnp.where(selected_TSE, scores_TE[:, None, :], 0), axis=-1)
