@@ -278,6 +278,8 @@ class TrainConfig:
 
     steps: int = 1000
     seed: int = 0  # of the parameters
+    init_from: str | None = None  # a checkpoint to begin with: a run, an imported run, or a Hugging Face folder
+    init_tensors: tuple[str, ...] = ("*",)  # patterns of what is taken from it; the rest is drawn as without it
     num_microbatches: int = 1  # a step's batch is split in so many, one after the other
     log_every: int = 10
     eval_every: int = 500
@@ -288,9 +290,11 @@ class TrainConfig:
     def __post_init__(self):
         check_types(self)
         for field in dataclasses.fields(self):
-            if field.name != "seed":
+            if field.type is int and field.name != "seed":
                 _require(getattr(self, field.name) >= 1, self, field.name, "must be at least 1")
         _require(self.seed >= 0, self, "seed", "must not be negative")
+        _require(self.init_from != "", self, "init_from", "give a folder, or None to begin with random parameters")
+        _require(len(self.init_tensors) > 0, self, "init_tensors", 'give at least one pattern, such as ("*",) for all')
 
 
 @dataclasses.dataclass(frozen=True)

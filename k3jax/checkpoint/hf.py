@@ -11,14 +11,12 @@ import numpy as np
 from k3jax.checkpoint.hf_aside import open_aside
 from k3jax.checkpoint.hf_config import stored_dtype
 from k3jax.checkpoint.hf_export import Experts, export
+from k3jax.checkpoint.hf_layout import WIDE
 from k3jax.checkpoint.hf_source import open_released
 from k3jax.checkpoint.hf_write import SHARD_BYTES, Advance
 from k3jax.checkpoint.mxfp4 import ScaleRule
 from k3jax.checkpoint.source import Index, Leaf, Path, Source
 from k3jax.config import ModelConfig
-
-# These stay float32 or wider whatever dtype is asked for (spec §1.4).
-_WIDE = ("a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm", "bias")
 
 
 def load(
@@ -55,7 +53,7 @@ def load(
         places = places[keys[-1]] if isinstance(places, dict) else places
         target = None
         if dtype is not None:
-            target = np.promote_types(compute, np.float32) if keys[-1] in _WIDE else compute
+            target = np.promote_types(compute, np.float32) if keys[-1] in WIDE else compute
         node[keys[-1]] = load_leaf(source, keys, target, places)
     return config, variables
 
@@ -152,4 +150,11 @@ class _Tree:
 
     def read(self, path: Path, index: Index = ()) -> np.ndarray:
         array = self._arrays[path]
-        return np.asarray(array[index] if index else array)
+        if isinstance(array, jax.Array) and not _on_host(array):
+            return np.asarray(array[index] if index else array)  # nothing but the slice leaves the devices
+        return np.asarray(array)[index]
+
+
+def _on_host(array: jax.Array) -> bool:
+    """Whether numpy can look into an array without a copy."""
+    return len(array.devices()) == 1 and next(iter(array.devices())).platform == "cpu"

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from k3jax.checkpoint.hf_folder import CONFIG, INDEX, is_weights, other_files, read_config
 from k3jax.checkpoint.hf_source import ReleasedSource, open_released
 from k3jax.checkpoint.safetensors_file import StoredTensor, make_header, read_bytes, read_header
+from k3jax.checkpoint.source import Source
 
+ASIDE = "aside"  # in a run directory
 TENSORS = "aside.safetensors"
 _STEP = 64 * 2**20  # bytes that are copied at a time
 
@@ -33,6 +35,12 @@ def aside_of(source: ReleasedSource) -> Aside:
     """What an open released checkpoint holds beside the model."""
     scales = {item.tensor.name: item.scale for item in source.matched if item.scale is not None}
     return Aside(source.folder.values, source.aside, other_files(source.path), scales)
+
+
+def kept_aside(source: Source) -> pathlib.Path | None:
+    """Where the run that a checkpoint belongs to has kept what `keep_aside` wrote; None = nowhere."""
+    folder = source.path.parent.parent / ASIDE  # of RUN/checkpoints/STEP
+    return folder if folder.is_dir() else None
 
 
 def keep_aside(source: ReleasedSource, folder: pathlib.Path) -> None:

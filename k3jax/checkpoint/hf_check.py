@@ -13,6 +13,7 @@ from k3jax.checkpoint.mxfp4 import BLOCK
 from k3jax.checkpoint.safetensors_file import StoredTensor, read
 from k3jax.errors import UserError
 
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_CANDIDATES = 2000  # names that are compared with one that is missing
 
 
@@ -127,15 +128,15 @@ def _describe(folder: Folder, problems: list[_Problem]) -> str:
     names = {kind: [p.name for p in problems if p.kind == kind] for kind in ("missing", "unexpected")}
     groups: dict[tuple[str, str, str], list[_Problem]] = {}
     for problem in problems:
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", problem.name)
-        same = "" if problem.kind == "missing" else problem.detail
-        groups.setdefault((problem.kind, pattern, same), []).append(problem)
+        detail = "" if problem.kind == "missing" else problem.detail
+        groups.setdefault((problem.kind, _NUMBERS.sub("*", problem.name), detail), []).append(problem)
     lines = [f"{folder.path} does not hold the tensors that its config.json implies ({len(problems)} problems):"]
     for (kind, pattern, _), group in sorted(groups.items()):
         first = group[0]
-        name = first.name if len(group) == 1 else f"{pattern} ({len(group)}, first {first.name})"
+        called = first.name if len(group) == 1 else f"{pattern} ({len(group)}, first {first.name})"
         others = names["unexpected" if kind == "missing" else "missing"] if kind in names else []
-        near = difflib.get_close_matches(first.name, others[:_MOST_CANDIDATES], n=1, cutoff=0.8)
+        same = [name for name in others if _NUMBERS.findall(name) == _NUMBERS.findall(first.name)]  # of its layer
+        near = difflib.get_close_matches(first.name, same[:_MOST_CANDIDATES], n=1, cutoff=0.8)
         hint = f"; nearest {'there' if kind == 'missing' else 'expected'}: {near[0]}" if near else ""
-        lines.append(f"  {kind}: {name}: {first.detail}{hint}")
+        lines.append(f"  {kind}: {called}: {first.detail}{hint}")
     return "\n".join(lines)

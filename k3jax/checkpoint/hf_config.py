@@ -10,7 +10,7 @@ from k3jax.errors import UserError
 Layout = Literal["kimi_k3", "kimi_linear"]
 MXFP4_FORMAT = "mxfp4-pack-quantized"
 # What config.json says nothing of: how the model is computed and balanced.
-_NOT_STORED = {
+NOT_STORED = {
     "dtype",
     "kda_implementation",
     "layer_loop",
@@ -161,7 +161,7 @@ def hf_config(
             given, found = config.global_layers, written.global_layers
         if field.name == "kda_num_value_heads":
             given, found = config.num_value_heads, written.num_value_heads
-        if field.name not in _NOT_STORED and given != found and not _unused(config, field.name):
+        if field.name not in NOT_STORED and given != found and not _unused(config, field.name):
             raise UserError(
                 f"ModelConfig.{field.name} = {given!r} cannot be exported: config.json of {layout} means {found!r}"
             )

@@ -10,6 +10,8 @@ from k3jax.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+# Weights, of this checkpoint or in forms that are never read here.
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"}
 
 
 class FolderNotFound(UserError, FileNotFoundError):
@@ -92,10 +94,10 @@ def is_weights(name: str) -> bool:
 
 
 def other_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What lies in a folder beside weights, index and config.json: tokeniser, chat template, licence; no links out."""
-    skip = (CONFIG, INDEX)
-    files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix != ".safetensors"]
-    return [_inside(folder, file.name) for file in files if file.name not in skip]
+    """What lies in a folder beside its weights, index and config.json: tokeniser, chat template, licence."""
+    skip = {CONFIG, INDEX}
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in skip]
+    return [_inside(folder, file.name) for file in files if file.suffix not in _WEIGHT_SUFFIXES]
 
 
 def _weight_map(file: pathlib.Path) -> dict[str, str]:

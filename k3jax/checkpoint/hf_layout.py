@@ -13,6 +13,8 @@ K3_PREFIX = "language_model."
 # In Kimi K3 files, beside the text model; carried as they are.
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 PACKED, SCALE = "_packed", "_scale"  # what a routed expert's name ends in instead, in mxfp4-pack-quantized
+# Our leaves that stay float32 or wider whatever dtype they are loaded in (spec §1.4).
+WIDE = ("a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm", "bias")
 A_LOG_MULTIPLE = 128  # Kimi K3 pads A_log with zeros to a multiple of it
 
 
@@ -131,8 +133,8 @@ def _stored_shape(name: str, shape: tuple[int, ...], inputs: int, k3: bool) -> t
 
 
 def _is_wide(leaf: str, k3: bool) -> bool:
-    wide = ("a_log", "dt_bias", "bias", *(("q_conv", "k_conv", "v_conv", "o_norm") if k3 else ()))
-    return leaf in wide
+    """Kimi Linear stores convolutions and output norms in bfloat16."""
+    return leaf in (WIDE if k3 else ("a_log", "dt_bias", "bias"))
 
 
 Names = list[tuple[str, tuple[str, ...], tuple[int, ...], int]]  # released name, our keys, our shape, its input axes

@@ -89,7 +89,7 @@ def encode(values: np.ndarray, rule: ScaleRule = "floor", stored_scale: np.ndarr
 
 
 def _power(scale: np.ndarray) -> np.ndarray:
-    power = np.ldexp(np.float32(1), scale.astype(np.int32) - BIAS)
+    power = np.ldexp(np.float32(1), np.where(scale == NAN_SCALE, 0, scale.astype(np.int32) - BIAS))
     return np.where(scale == NAN_SCALE, np.float32("nan"), power)
 
 

@@ -16,18 +16,19 @@ from k3jax.checkpoint.manager import CheckpointError, Checkpoints
 from k3jax.config import Config
 from k3jax.data import Batch, TextDataset, check_vocabulary, load_dataset
 from k3jax.models.accounting import count_parameters, train_flops_per_token
-from k3jax.models.kimi_k3 import compute_dtype
+from k3jax.models.kimi_k3 import compute_dtype, init_variables
 from k3jax.train.balance import layer_values
 from k3jax.train.claim import Claim
 from k3jax.train.diagnose import explain_nonfinite
 from k3jax.train.diagnostics import write_diagnostics
 from k3jax.train.evaluate import evaluate
-from k3jax.train.mesh import check_batch, make_mesh, shard_batch
+from k3jax.train.mesh import check_batch, make_mesh, replicated, shard_batch
 from k3jax.train.metrics import MetricsLog, bits_per_byte, load_interval, peak_flops, read_metrics, violations
 from k3jax.train.parameter_table import parameter_table
 from k3jax.train.progress import Progress, warn
 from k3jax.train.run_dir import RunDir, write_atomically
 from k3jax.train.signals import StopRequest
+from k3jax.train.start import RECORD, keep_beside, load_start, plan_start
 from k3jax.train.state import abstract_state, make_state
 from k3jax.train.step import make_eval_step, make_train_step
 from k3jax.train.versions import record_versions
@@ -62,7 +63,7 @@ def train(config: Config, claim: Claim) -> Outcome:
     Returns:
         How it ended.
     Raises:
-        UserError: settings that cannot work with these devices or this text.
+        UserError: settings that cannot work with these devices, this text or TrainConfig.init_from's checkpoint.
         RunRefused: the text is not what the run was trained on, or these devices compute in another dtype.
         RunError: too many steps in a row that were not finite, or a checkpoint that could not be written.
     """
@@ -70,6 +71,8 @@ def train(config: Config, claim: Claim) -> Outcome:
     check_batch(config, mesh)
     dataset = load_dataset(config.data)
     check_vocabulary(config, dataset.tokenizer.vocab_size)
+    if config.train.init_from is not None and claim.status == "new":
+        plan_start(config)  # so that one that cannot begin leaves no run behind
     claim.write_config()
     checkpoints = None
     try:
@@ -145,7 +148,7 @@ class _Training:
             warn(f"going on with another {change}; results may differ in the last bits")
         self.progress.say(self._describe())
         if newest is None:
-            self.state = make_state(config, self.mesh)
+            self.state = make_state(config, self.mesh, self._first_variables())
             table = parameter_table(config.model, self.state.params)
             write_atomically(run.parameters, table)
         else:
@@ -157,6 +160,24 @@ class _Training:
         self.saved = newest
         self.log = MetricsLog(run.metrics, run.tensorboard, self.step)
         self.evaluated = max((r["step"] for r in read_metrics(run.metrics) if "eval_loss" in r), default=0)
+
+    def _first_variables(self) -> dict[str, Any] | None:
+        """What TrainConfig.init_from gives, on the mesh; None without it."""
+        if self.config.train.init_from is None:
+            return None
+        start = plan_start(self.config)
+        shapes = abstract_state(self.config, self.mesh).variables
+        fresh = None
+        if start.fresh:
+            fresh = init_variables(self.config.model, self.config.train.seed, replicated(self.mesh))
+        variables = load_start(start, shapes, fresh)
+        if jax.process_index() == 0:
+            keep_beside(start, self.run_dir.path)
+            write_atomically(self.run_dir.path / RECORD, start.record())
+        for line in start.differences:
+            warn(f"the model differs from {start.source.path}: {line}")
+        self.progress.say(start.summary())
+        return variables
 
     def run(self) -> Outcome:
         try:

@@ -37,17 +37,21 @@ class TrainState(NamedTuple):
         return {"params": self.params, "router": self.router}
 
 
-def make_state(config: Config, mesh: jax.sharding.Mesh | None = None) -> TrainState:
+def make_state(
+    config: Config, mesh: jax.sharding.Mesh | None = None, variables: dict[str, Any] | None = None
+) -> TrainState:
     """The state before the first step; equal seeds give equal bits.
 
     Args:
         config: a whole run; train.seed is the seed of the parameters.
         mesh: every device gets a copy; None leaves all on the default device.
+        variables: to begin with, on the mesh; their buffers are freed. None = drawn from the seed.
     Returns:
         TrainState in float32.
     """
     sharding = None if mesh is None else replicated(mesh)
-    variables = init_variables(config.model, config.train.seed, sharding)
+    if variables is None:
+        variables = init_variables(config.model, config.train.seed, sharding)
     return jax.jit(functools.partial(_begin, config), donate_argnums=0, out_shardings=sharding)(variables)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from k3jax.checkpoint.manager import Checkpoints
 from k3jax.config import ConfigError, TrainConfig
+from k3jax.errors import UserError
 from k3jax.train import evaluate as evaluate_module
 from k3jax.train import loop
 from k3jax.train.claim import Claim
@@ -65,7 +66,9 @@ _abstract = functools.cache(abstract_state)
 def _kept_state(make):
     kept = functools.cache(lambda config, mesh: jax.device_get(make(config, mesh)))
 
-    def placed(config, mesh):
+    def placed(config, mesh, variables):
+        if variables is not None:
+            return make(config, mesh, variables)
         return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), kept(config, mesh), _abstract(config, mesh))
 
     return placed
@@ -330,6 +333,28 @@ def test_a_failed_report_leaves_the_run_finished(tmp_path, config, reference, mo
     assert "k3: trained and saved; the report failed: no font\n" in capsys.readouterr().err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 12
     assert_same_run(tmp_path / "run", reference, config)
+
+
+def test_a_run_begins_with_a_checkpoint_and_says_so(tmp_path, text, config, reference, monkeypatch):
+    settings = {"steps": 12, "init_from": str(reference), "init_tensors": ("params/*",)}
+    mine = tiny_config(text, **settings)
+    with pytest.raises(UserError, match="no tensor is called 'param/"):
+        run(tmp_path / "run", tiny_config(text, **settings | {"init_tensors": ("param/*",)}))
+    assert not (tmp_path / "run" / "config.json").exists()
+    assert run(tmp_path / "run", mine).status == "finished"
+    record = (tmp_path / "run" / "init_from.txt").read_text()
+    assert f"began with {reference}" in record
+    assert "fresh: 1 tensors\n  router/layer */moe/bias   layers 2\n" in record
+    before, after = ([r["loss"] for r in read_metrics(path / "metrics.jsonl") if "loss" in r]
+                     for path in (reference, tmp_path / "run"))  # fmt: skip
+    assert abs(after[0] - before[-1]) < abs(after[0] - before[0])
+    crashed = tmp_path / "crashed"  # resumes from its own checkpoint, not from the one it began with
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, crash)
+        with pytest.raises(Crash):
+            run(crashed, mine)
+    assert run(crashed, mine).status == "finished"
+    assert_same_run(crashed, tmp_path / "run", mine)
 
 
 def test_tokens_are_counted_rather_than_targets(tmp_path, config, monkeypatch):
