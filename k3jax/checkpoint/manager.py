@@ -18,6 +18,7 @@ from k3jax.errors import UserError
 
 STATE, LOOP = "state", "loop"
 MAX_DIFFERENCES = 20  # lines of a refusal
+CHUNK_BYTES = 64 * 2**20  # of an array's parts that are stored and read as a whole
 
 
 class CheckpointError(RuntimeError):
@@ -98,7 +99,10 @@ class Checkpoints:
         Raises:
             CheckpointError: this save could not start, or the one before it failed.
         """
-        arguments = ocp.args.Composite(**{STATE: ocp.args.StandardSave(state), LOOP: ocp.args.JsonSave(loop)})
+        layout = jax.tree_util.tree_map_with_path(_stored, state)
+        arguments = ocp.args.Composite(
+            **{STATE: ocp.args.StandardSave(state, save_args=layout), LOOP: ocp.args.JsonSave(loop)}
+        )
         self.wait()
         self._saving = step
         self._guard(lambda: self._manager.save(step, args=arguments, force=True))
@@ -203,6 +207,19 @@ class Checkpoints:
             if self._saving is None:
                 what = f"{self.directory}: all checkpoints are saved, but closing failed"
             raise CheckpointError(f"{what}: {reason}") from error
+
+
+def _stored(path: tuple, leaf: Any) -> ocp.SaveArgs:
+    """How an array is cut into chunks: what is read is decompressed by the chunk, so one holds a single layer, of
+    large experts a single one, and never much. Axes as in k3jax.models.kimi_k3: [block, repeat] first in a stage.
+    """
+    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+    axes: tuple[int, ...] = ()
+    if any(name.startswith("stage_") for name in names) and leaf.ndim >= 2:
+        layer_bytes = leaf.nbytes // (leaf.shape[0] * leaf.shape[1])
+        by_expert = names[-1].startswith("expert_") and layer_bytes > CHUNK_BYTES
+        axes = (0, 1, 2) if by_expert else (0, 1)
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=axes)
 
 
 def _first_line(error: Exception) -> str:
