@@ -76,7 +76,7 @@ def _import(args: argparse.Namespace) -> int:
     with _whole_or_not(args.run), new_folder(args.run) as folder:
         run = RunDir(folder)
         (folder / RELEASED).mkdir()
-        with _progress(f"importing {args.source}", plan.nbytes) as advance:
+        with progress_bar(f"importing {args.source}", plan.nbytes) as advance:
             write_plan(folder / RELEASED, plan, source, advance=advance)
         run.config_gin.write_text(config_to_gin(config), encoding="utf-8")
         run.config_json.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
@@ -115,7 +115,7 @@ def _export(args: argparse.Namespace) -> int:
     with (
         _whole_or_not(args.folder),
         new_folder(args.folder) as folder,
-        _progress(f"exporting {args.source}", plan.nbytes) as advance,
+        progress_bar(f"exporting {args.source}", plan.nbytes) as advance,
     ):
         write_plan(folder, plan, source, args.scale_rule, advance)
     print(f"{args.folder}: {json.loads(plan.texts['config.json'])['model_type']}, {_describe(plan)}")
@@ -176,7 +176,7 @@ def _whole_or_not(path: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; yields what is called with bytes done."""
     from rich import progress
     from rich.console import Console

@@ -120,9 +120,9 @@ def _read_packed(packed: StoredTensor, scale: StoredTensor, inputs, outputs) -> 
     half = mxfp4.BLOCK // 2
     rows = slice(*outputs)
     elements = read(packed, index=(rows, slice(first * half, last * half)))
-    values = mxfp4.decode(elements, read(scale, index=(rows, slice(first, last))))
+    values = mxfp4.decode_bfloat16(elements, read(scale, index=(rows, slice(first, last))))
     start = first * mxfp4.BLOCK
-    return values[:, inputs[0] - start : inputs[1] - start].astype(_BFLOAT16).T
+    return values[:, inputs[0] - start : inputs[1] - start].T
 
 
 def _span(part: int | slice, n: int) -> tuple[int, int]:

@@ -193,14 +193,14 @@ def _copy(places: list[_Place], advance: Advance) -> None:
         else:
             runs.append([there.file, there.start, file, start, piece.nbytes])
     with contextlib.ExitStack() as stack:
-        sources: dict[pathlib.Path, int] = {}
+        opened: dict[pathlib.Path, int] = {}
         for name, begin, file, start, length in runs:
-            if name not in sources:
-                sources[name] = os.open(name, os.O_RDONLY)
-                stack.callback(os.close, sources[name])
+            if name not in opened:
+                opened[name] = os.open(name, os.O_RDONLY)
+                stack.callback(os.close, opened[name])
             done = 0
             while done < length:
-                count = _copy_step(sources[name], begin + done, file, start + done, min(_STEP, length - done))
+                count = _copy_step(opened[name], begin + done, file, start + done, min(_STEP, length - done))
                 if count == 0:
                     raise UserError(f"{name}: truncated: ends at byte {begin + done}, expected {begin + length}")
                 done += count
@@ -208,6 +208,7 @@ def _copy(places: list[_Place], advance: Advance) -> None:
 
 
 def _copy_step(source: int, begin: int, file: int, start: int, count: int) -> int:
+    """Copies at most so many bytes, by the kernel alone where it can; returns how many."""
     try:
         return os.copy_file_range(source, file, count, begin, start)
     except OSError:  # another file system, or a kernel that cannot

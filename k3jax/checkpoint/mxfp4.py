@@ -5,6 +5,7 @@ Plain numpy, because whole checkpoints are converted with it on the host, a tens
 
 from typing import Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 BLOCK = 32  # input columns that share a scale
@@ -16,6 +17,7 @@ MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([MAGNITUDES, -MAGNITUDES])
 # A byte's two elements, the low nibble first.
 _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)
+_PAIR_BITS = _PAIRS.astype(ml_dtypes.bfloat16).view(np.uint32)[:, 0]
 
 ScaleRule = Literal["floor", "round", "ceil"]
 # An element is at most 6 * 2^e, and amax = m * 2^k with m in [1/2, 1): e is k - 3, or one more from this m on.
@@ -54,7 +56,26 @@ def decode(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
         )
     values = _PAIRS[packed].reshape(*scale.shape, BLOCK)
     values *= _power(scale)[..., None]
-    return values.reshape(*packed.shape[:-1], columns)
+    return values.reshape(*packed.shape[:-1], -1)
+
+
+def decode_bfloat16(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """`decode` as bfloat16, several times as fast: a scale is added to exponents, as integers.
+
+    Args:
+        packed, scale: as in `decode`.
+    Returns:
+        bfloat16 [..., out, in], equal to the float32 values.
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    if scale.size == 0 or scale.min() < 2 or scale.max() > 252:  # results that are not normal
+        return decode(packed, scale).astype(ml_dtypes.bfloat16)
+    _check_shapes(packed, scale)
+    bits = _PAIR_BITS[packed].view(np.uint16).reshape(*scale.shape, BLOCK)
+    shift = (scale.astype(np.uint16) - BIAS) << 7  # modulo 2^16
+    bits += np.where(bits << 1, shift[..., None], np.uint16(0))  # zeros stay
+    return bits.reshape(*packed.shape[:-1], -1).view(ml_dtypes.bfloat16)
 
 
 def encode(values: np.ndarray, rule: ScaleRule = "floor", stored_scale: np.ndarray | None = None) -> MXFP4:
@@ -86,6 +107,13 @@ def encode(values: np.ndarray, rule: ScaleRule = "floor", stored_scale: np.ndarr
         codes = np.where(exact[..., None], stored_codes, codes)
     codes = codes.reshape(values.shape)
     return MXFP4(codes[..., 0::2] | (codes[..., 1::2] << 4), scale)
+
+
+def _check_shapes(packed: np.ndarray, scale: np.ndarray) -> None:
+    if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * BLOCK:
+        raise ValueError(
+            f"packed {list(packed.shape)} needs a scale a row and {BLOCK} columns, not {list(scale.shape)}"
+        )
 
 
 def _power(scale: np.ndarray) -> np.ndarray:
