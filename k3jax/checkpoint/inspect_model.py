@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from k3jax.checkpoint.matrices import BLOCK_BYTES
 from k3jax.checkpoint.source import Source, Tensor, tensors
 from k3jax.errors import UserError
 
@@ -160,13 +161,16 @@ def _read(source: Source, tensor: Tensor) -> np.ndarray:
 
 
 def _sample(source: Source, tensor: Tensor) -> np.ndarray:
-    """The first `SAMPLE_ROWS` rows of each expert's matrix, [E, values], float32; an expert at a time."""
+    """The first `SAMPLE_ROWS` rows of each expert's matrix, [E, values], float32; some experts at a time."""
     E, rows, columns = tensor.shape
     rows = min(rows, SAMPLE_ROWS)
+    together = max(1, BLOCK_BYTES // (rows * columns * source.leaves[tensor.path].dtype.itemsize))
     sample_EN = np.empty((E, rows * columns), np.float32)
-    for expert in range(E):
-        part = source.read(tensor.path, (*tensor.index, expert, slice(0, rows)))
-        sample_EN[expert] = part.reshape(-1)
+    for first in range(0, E, together):
+        experts = slice(first, min(first + together, E))
+        sample_EN[experts] = source.read(tensor.path, (*tensor.index, experts, slice(0, rows))).reshape(
+            -1, rows * columns
+        )
     return sample_EN
 
 

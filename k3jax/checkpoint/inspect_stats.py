@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from k3jax.checkpoint.matrices import Matrix, form, matrices
+from k3jax.checkpoint.matrices import Matrices, form, matrices
 from k3jax.checkpoint.source import Source, Tensor
 
 DEAD = 1e-4  # of the median norm of a matrix's rows: below it a row counts as dead
@@ -61,90 +61,94 @@ def tensor_stats(source: Source, tensor: Tensor, passes: int = PASSES) -> Tensor
     Raises:
         UserError: damaged files.
     """
-    leaf, shape = source.leaves[tensor.path], form(tensor)
+    is_matrix = min(form(tensor)[1][1:]) > 1
     total = absmax = spectral = 0.0
     nonfinite = infinite = risky = dead_in = dead_out = 0
-    for matrix in matrices(source, tensor):
-        here = _reduce(matrix)
-        total, absmax = total + here.total, max(absmax, here.absmax)
+    for group in matrices(source, tensor):
+        here = _reduce(group)
+        total, absmax = total + float(here.rows_NR.sum()), max(absmax, here.absmax)
         nonfinite, infinite, risky = nonfinite + here.nonfinite, infinite + here.infinite, risky + here.risky
-        if shape.is_matrix:
-            dead_in, dead_out = dead_in + _dead(here.rows_R), dead_out + _dead(here.columns_C)
-            if passes and not here.nonfinite:
-                spectral = max(spectral, spectral_norm(matrix, here.absmax, passes))
-    if not (passes and shape.is_matrix) or nonfinite:
+        if is_matrix:
+            dead_in, dead_out = dead_in + _dead(here.rows_NR), dead_out + _dead(here.columns_NC)
+            if passes and not nonfinite:
+                spectral = max(spectral, float(np.max(spectral_norms(group, here.absmax, passes))))
+    if not (passes and is_matrix) or nonfinite:
         spectral = math.nan
-    size, norm = math.prod(tensor.shape), math.sqrt(total)
+    size, norm, dtype = math.prod(tensor.shape), math.sqrt(total), source.leaves[tensor.path].dtype.name
     return TensorStats(
-        tensor.name, tensor.layer, tensor.shape, leaf.dtype.name, size, norm, norm / math.sqrt(max(size, 1)), absmax,
-        dead_in, dead_out, spectral, nonfinite, infinite, risky,
+        tensor.name, tensor.layer, tensor.shape, dtype, size, norm, norm / math.sqrt(max(size, 1)), absmax, dead_in,
+        dead_out, spectral, nonfinite, infinite, risky,
     )  # fmt: skip
 
 
-def spectral_norm(matrix: Matrix, absmax: float, passes: int = PASSES) -> float:
-    """The largest singular value, estimated from below by subspace iteration on the Gram matrix.
+def spectral_norms(group: Matrices, absmax: float, passes: int = PASSES) -> np.ndarray:
+    """Each matrix's largest singular value, estimated from below by subspace iteration on its Gram matrix.
 
-    `WIDTH` directions from a fixed seed, one pass over the matrix an iteration, the largest Ritz value at the end.
+    `WIDTH` directions from a fixed seed, one pass over the matrices an iteration, the largest Ritz value at the end.
     With the default passes it is low by less than 5% for matrices of independent Gaussian values, where the singular
     values lie densest, and by less than 0.01% where the largest stands out by half (a test holds it to both).
 
     Args:
-        matrix: finite values.
+        group: matrices of finite values.
         absmax: the largest absolute value, by which products are scaled to stay within float32.
         passes: at least 1.
+    Returns:
+        float64 [N].
     """
+    N, R, C = group.shape
     if absmax == 0:
-        return 0.0
-    columns, ritz = matrix.shape[1], 0.0
-    start = np.random.default_rng(SEED).standard_normal((columns, min(WIDTH, *matrix.shape)))
-    x_CS = np.linalg.qr(start)[0].astype(np.float32)
+        return np.zeros(N)
+    start_CS = np.random.default_rng(SEED).standard_normal((C, min(WIDTH, R, C)))
+    x_NCS = np.repeat(np.linalg.qr(start_CS)[0].astype(np.float32)[None], N, axis=0)
     for _ in range(passes):
-        z_CS = np.zeros_like(x_CS)
-        for block in matrix.blocks():
-            w_RC = _wide(block)
-            z_CS = z_CS + w_RC.T @ ((w_RC @ x_CS) / absmax) / absmax
-        ritz = np.linalg.eigvalsh((x_CS.T @ z_CS).astype(np.float64))[-1]
-        x_CS = np.linalg.qr(z_CS)[0]
-    return absmax * math.sqrt(max(float(ritz), 0.0))
+        z_NCS = np.zeros_like(x_NCS)
+        for block in group.blocks():
+            w_NRC = _wide(block)
+            z_NCS = z_NCS + w_NRC.swapaxes(1, 2) @ ((w_NRC @ x_NCS) / absmax) / absmax
+        ritz_N = np.linalg.eigvalsh((x_NCS.swapaxes(1, 2) @ z_NCS).astype(np.float64))[:, -1]
+        x_NCS = np.linalg.qr(z_NCS)[0]
+    return absmax * np.sqrt(np.maximum(ritz_N, 0.0))
 
 
 class _Reduced(NamedTuple):
-    total: float
+    """Sums of squares by row and column, float64, and what `TensorStats` has."""
+
+    rows_NR: np.ndarray
+    columns_NC: np.ndarray
     absmax: float
     nonfinite: int
     infinite: int
     risky: int
-    rows_R: np.ndarray
-    columns_C: np.ndarray
 
 
-def _reduce(matrix: Matrix) -> _Reduced:
+def _reduce(group: Matrices) -> _Reduced:
+    N, _, C = group.shape
     absmax, nonfinite, infinite, risky = 0.0, 0, 0, 0
-    rows, columns_C = [], np.zeros(matrix.shape[1])
-    for block in matrix.blocks():
-        w_RC = _wide(block)
-        largest = float(np.max(np.abs(w_RC), initial=0.0))
+    rows, columns_NC = [], np.zeros((N, C))
+    for block in group.blocks():
+        w_NRC = _wide(block)
+        largest = max(float(w_NRC.max(initial=0.0)), -float(w_NRC.min(initial=0.0)))
         if not math.isfinite(largest):
-            finite = np.isfinite(w_RC)
-            nonfinite += int(w_RC.size - finite.sum())
-            w_RC = np.where(finite, w_RC, 0)
-            largest = float(np.max(np.abs(w_RC), initial=0.0))
+            finite = np.isfinite(w_NRC)
+            nonfinite += int(w_NRC.size - finite.sum())
+            w_NRC = np.where(finite, w_NRC, 0)
+            largest = float(np.max(np.abs(w_NRC), initial=0.0))
         absmax = max(absmax, largest)
         if largest > BF16_RISK:
-            size = np.abs(w_RC)
+            size = np.abs(w_NRC)
             infinite, risky = infinite + int((size >= BF16_INFINITE).sum()), risky + int((size > BF16_RISK).sum())
-            w_RC = w_RC.astype(np.float64)
-        rows.append(np.einsum("rc,rc->r", w_RC, w_RC).astype(np.float64))
-        columns_C += np.einsum("rc,rc->c", w_RC, w_RC)
-    rows_R = np.concatenate(rows) if rows else np.zeros(0)
-    return _Reduced(float(rows_R.sum()), absmax, nonfinite, infinite, risky, rows_R, columns_C)
+            w_NRC = w_NRC.astype(np.float64)
+        squares_NRC = np.square(w_NRC)
+        rows.append(squares_NRC.sum(2, dtype=np.float64))
+        columns_NC += squares_NRC.sum(1)
+    rows_NR = np.concatenate(rows, axis=1) if rows else np.zeros((N, 0))
+    return _Reduced(rows_NR, columns_NC, absmax, nonfinite, infinite, risky)
 
 
 def _dead(squares: np.ndarray) -> int:
-    """How many norms are next to nothing beside the median, or are zero."""
+    """How many norms, of the last axis, are next to nothing beside their median, or are zero."""
     norms = np.sqrt(squares)
-    median = float(np.median(norms)) if norms.size else 0.0
-    return int(np.sum(norms <= DEAD * median))
+    return int(np.sum(norms <= DEAD * np.median(norms, axis=-1, keepdims=True)))
 
 
 def _wide(values: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from k3jax.config import ConfigError, ModelConfig, from_dict
 from k3jax.errors import UserError
 
 STATE = "state"
-CACHE_BYTES = 256 * 2**20  # of decompressed chunks; what a layer's slices share is decompressed once
+CACHE_BYTES = 128 * 2**20  # of decompressed chunks; what a layer's slices share is decompressed once
 
 
 class Step(NamedTuple):

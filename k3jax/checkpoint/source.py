@@ -122,8 +122,7 @@ def parts(leaf: Leaf, index: tuple[int, ...], limit: int) -> Iterator[Index]:
         index: the tensor's place in the leaf.
         limit: bytes of a slice; one row of the last axis is never cut.
     Yields:
-        Indices for `Source.read`, which together cover the tensor once; in all but the last axis that is cut they
-        are integers.
+        Indices for `Source.read`, which together cover the tensor once, in order.
     """
     shape = leaf.shape[len(index) :]
     size = int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
