@@ -69,7 +69,8 @@ def match(tensors: list[HFTensor], folder: Folder, *, vision: bool) -> Contents:
             pair = [left.pop(tensor.name + suffix, None) for suffix in (PACKED, SCALE)]
             found = _packed_problems(tensor, *pair)
         else:
-            pair = [left.pop(tensor.name, None), None]
+            other = tensor.name.replace(".mlp.", ".block_sparse_moe.")  # what transformers 5 makes of it
+            pair = [left.pop(tensor.name, None) or left.pop(other, None), None]
             found = _problems(tensor, pair[0], folder.values)
         problems += found
         if not found:

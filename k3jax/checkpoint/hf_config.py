@@ -37,6 +37,7 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     if kind not in ("kimi_k3", "kimi_linear"):
         raise UserError(f"config.json: model_type = {kind!r}: expected 'kimi_k3' or 'kimi_linear'")
     text = _Section(_Section(values, "")["text_config"], "text_config.") if kind == "kimi_k3" else _Section(values, "")
+    text.update(_from_transformers(text))
     linear = _Section(text["linear_attn_config"], f"{text.name}linear_attn_config.")
     fixed = {
         "mla_use_nope": True,
@@ -90,6 +91,30 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     )
     by_rule = dataclasses.replace(config, mla_layers=None)
     return by_rule if by_rule.global_layers == config.global_layers else config
+
+
+def _from_transformers(text: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the released file where transformers has written its own for a Kimi Linear model; else nothing."""
+    if "layer_types" not in text or "linear_attn_config" in text:
+        return {}
+    layers = dict(enumerate(text["layer_types"], start=1))
+    feed_forward = text.get("mlp_layer_types") or []
+    dense = feed_forward.count("dense")
+    if set(feed_forward[:dense]) - {"dense"}:
+        raise UserError(f"config.json: mlp_layer_types = {feed_forward}: only dense layers before all others are read")
+    return {
+        "linear_attn_config": {
+            "full_attn_layers": [i for i, kind in layers.items() if kind == "full_attention"],
+            "kda_layers": [i for i, kind in layers.items() if kind != "full_attention"],
+            "num_heads": text["linear_num_heads"],
+            "head_dim": text["linear_head_dim"],
+            "short_conv_kernel_size": text["linear_conv_kernel_dim"],
+        },
+        "first_k_dense_replace": dense,
+    }
+
+
+_TRANSFORMERS_KEYS = ("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
 
 
 class _Section(dict):
@@ -149,6 +174,8 @@ def hf_config(
         text |= {"model_type": "kimi_linear", "architectures": _ARCHITECTURES["kimi_linear"]}
         text |= {"dtype": dtype, "tie_word_embeddings": False}
     _describe(config, text)
+    if base is None:  # or a reader takes the released models' ids, which a small vocabulary does not have
+        text |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     quantised = values if "quantization_config" in values else text
     if mxfp4:
         quantised.setdefault("quantization_config", copy.deepcopy(_QUANTISATION))
@@ -206,6 +233,8 @@ def _unused(config: ModelConfig, field: str) -> bool:
 
 def _describe(c: ModelConfig, text: dict[str, Any]) -> None:
     """Writes an architecture into the section of the text model; keys that say "none" are left out, as released."""
+    for key in _TRANSFORMERS_KEYS:
+        text.pop(key, None)
     layers = range(1, c.num_layers + 1)
     linear = text.setdefault("linear_attn_config", {})
     linear |= {
