@@ -38,7 +38,9 @@ SUBVERBS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds a parser for each subverb."""
-    choices = parser.add_subparsers(dest="subverb", metavar="WHAT", required=True, title="what")
+    choices = parser.add_subparsers(
+        dest="subverb", metavar="WHAT", required=True, title="what", parser_class=_strict(type(parser))
+    )
     for name, place in SUBVERBS.items():
         module, _, attribute = place.partition(":")
         if importlib.util.find_spec(module) is None:
@@ -55,6 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         subverb.add_arguments(own)
         own.set_defaults(run_subverb=subverb.run)
+
+
+def _strict(parser_class: type[argparse.ArgumentParser]) -> type[argparse.ArgumentParser]:
+    """A parser that itself refuses what it does not know, where argparse leaves that to the one above it, which knows
+    none of its options and so cannot say which was meant."""
+
+    class Strict(parser_class):
+        def parse_known_args(self, *args, **kwargs):
+            namespace, unknown = super().parse_known_args(*args, **kwargs)
+            if unknown:
+                self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            return namespace, unknown
+
+    return Strict
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from k3jax.train.report_style import (
 )
 
 MAX_PANELS = 24  # layers shown as a panel each; of more, evenly spaced ones
+MOST_TOKENS = 1e7  # half-lives above it are drawn as this long
 
 
 def over_depth(values: dict[tuple[str, int], float], title: str, unit: str):
@@ -130,16 +131,16 @@ def half_lives_at_rest(layers):
     J, K = shown[0].half_life_JK.shape
     columns = 1 if len(shown) == 1 else 2 if len(shown) <= 4 else 3 if len(shown) <= 12 else 4
     rows = -(-len(shown) // columns)
-    figure, grid = panel_grid(rows, columns, height=0.9 + rows * (1.0 + min(1.6, 0.1 * J)))
-    finite = np.concatenate([g.half_life_JK[np.isfinite(g.half_life_JK)] for g in shown] or [np.ones(1)])
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (1.0, 1.0)
+    figure, grid = panel_grid(rows, columns, height=0.9 + rows * (0.8 + min(1.3, 0.12 * J)))
+    everything = np.concatenate([g.half_life_JK.ravel() for g in shown])
+    low, high = (float(np.clip(np.quantile(everything, q), 1e-3, MOST_TOKENS)) for q in (0.001, 0.999))
     norm = LogNorm(low / 1.05, high * 1.05)
     for i, axis in enumerate(grid.flat):
         if i >= len(shown):
             axis.set_axis_off()
             continue
         extent = (0.5, K + 0.5, J + 0.5, 0.5)
-        half_life_JK = np.sort(np.minimum(shown[i].half_life_JK, high), axis=1)
+        half_life_JK = np.sort(np.minimum(shown[i].half_life_JK, MOST_TOKENS), axis=1)
         image = axis.imshow(half_life_JK, aspect="auto", extent=extent, cmap=SEQUENTIAL, norm=norm)
         heat_map_axes(axis)
         axis.set_title(f"layer {shown[i].layer}", fontsize=9)
@@ -150,8 +151,9 @@ def half_lives_at_rest(layers):
             axis.set_ylabel("value head")
         if i + columns >= len(shown):
             axis.set_xlabel("channels, sorted")
-    bar = figure.colorbar(image, ax=grid, aspect=30, pad=0.02, fraction=0.05)
-    ticks = [t for t in (m * 10.0**d for d in range(-3, 9) for m in (1, 2, 5)) if norm.vmin <= t <= norm.vmax]
+    bar = figure.colorbar(image, ax=grid, aspect=30, pad=0.02, fraction=0.05, extend="both")
+    digits = (1, 2, 5) if high < 1000 * low else (1,)
+    ticks = [t for t in (m * 10.0**d for d in range(-3, 9) for m in digits) if norm.vmin <= t <= norm.vmax]
     bar.set_ticks(ticks, labels=[format_tokens(t) for t in ticks])
     bar.ax.minorticks_off()
     bar.set_label("half-life at rest, tokens")

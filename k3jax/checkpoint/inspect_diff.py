@@ -78,7 +78,8 @@ def change(a: Source, b: Source, of_a: Tensor, of_b: Tensor) -> Change:
         there = (*of_b.index, *index[len(of_a.index) :])
         x = a.read(of_a.path, index).astype(np.float64)
         difference = b.read(of_b.path, there).astype(np.float64)
-        difference -= x
+        with np.errstate(invalid="ignore"):  # infinity from infinity is NaN, and told as that
+            difference -= x
         changed += int(np.count_nonzero(difference))
         largest = max(largest, float(np.max(np.abs(difference), initial=0.0)))
         moved += float(np.vdot(difference, difference))

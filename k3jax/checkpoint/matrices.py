@@ -45,12 +45,15 @@ def matrices(source: Source, tensor: Tensor) -> Iterator[Matrices]:
 
 
 def form(tensor: Tensor) -> tuple[int, tuple[int, int, int]]:
-    """(number of axes that number matrices, (N, R, C)): by the table of parameters where the leaf is in it; of other
-    leaves the last axis is the columns."""
+    """(number of axes that number matrices, (N, R, C)): by the table of parameters where the leaf is in it, gains,
+    biases and convolutions as one row; of other leaves the last axis is the columns."""
     shape, spec = tensor.shape, PARAMETERS.get(tensor.path[-1])
     batch, rows = 0, max(len(shape) - 1, 0)
-    if spec is not None and spec.muon is not None and len(spec.axes) == len(shape):
-        batch, rows = len(spec.muon.batch), len(spec.muon.rows)
+    if spec is not None and len(spec.axes) == len(shape):
+        if spec.muon is not None:
+            batch, rows = len(spec.muon.batch), len(spec.muon.rows)
+        elif not spec.weight_decay:
+            rows = 0
     sizes = shape[:batch], shape[batch : batch + rows], shape[batch + rows :]
     N, R, C = (int(np.prod(part, dtype=np.int64)) for part in sizes)
     return batch, (N, R, C)

@@ -16,19 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.checkpoint.hf_layout import WIDE
 from k3jax.checkpoint.source import Path, Source
 from k3jax.config import ModelConfig
 from k3jax.errors import UserError
-from k3jax.models.kimi_k3 import compute_dtype
 from k3jax.models.plan import layer_kinds, layer_slots
 from k3jax.nn.layer import DecoderLayer
 from k3jax.nn.layer_kind import LayerKind
 from k3jax.ops.depth_attention import attention_residual
 from k3jax.ops.norms import rms_norm
 from k3jax.ops.precision import exact, wide_dtype
-
-# These stay float32 or wider whatever the compute dtype is (spec §1.4).
-WIDE = ("a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm", "bias")
 
 Routing = Literal["natural", "forced"]
 
@@ -136,7 +133,6 @@ class Parity:
             raise UserError(f"{source.path}: parity needs a configuration, with block Attention Residuals or none")
         self._source, self._reference, self._routing = source, reference, routing
         self._config, self._dtype = config, jnp.dtype(dtype)
-        self._step = functools.lru_cache(self._compile)
         self.logits_error: float | None = None
         self.head_error: float | None = None
 
@@ -224,16 +220,7 @@ class Parity:
         """(the running sum after the layer, its routing or None)."""
         if ids_TS is not None:
             variables = variables | {"forced_routing": {"moe": {"ids_TS": jnp.asarray(ids_TS)}}}
-        return self._step(kind)(variables, *inputs)
-
-    def _compile(self, kind: LayerKind) -> Callable:
-        layer = DecoderLayer(self._config, kind, self._dtype)
-
-        def run(variables, memory_BTRD, partial_BTD, mask_R):
-            out, recorded = layer.apply(variables, memory_BTRD, partial_BTD, mask_R, mutable=["intermediates"])
-            return out.mixed_BTD + out.ffn_BTD, recorded["intermediates"].get("moe", {}).get("routing")
-
-        return jax.jit(run)
+        return _step(self._config, self._dtype, kind)(variables, *inputs)
 
     def _layer(self, slot) -> dict[str, Any]:
         """The variables of one layer, read and cast."""
@@ -252,9 +239,16 @@ class Parity:
         return jnp.asarray(self._source.read(path, index).astype(dtype))
 
 
-def default_dtype(config: ModelConfig) -> str:
-    """What the model computes in on this machine."""
-    return compute_dtype(config).name
+@functools.lru_cache(maxsize=16)
+def _step(config: ModelConfig, dtype: jnp.dtype, kind: LayerKind) -> Callable:
+    """A compiled layer: variables and inputs to (running sum after it, its routing or None)."""
+    layer = DecoderLayer(config, kind, dtype)
+
+    def run(variables, memory_BTRD, partial_BTD, mask_R):
+        out, recorded = layer.apply(variables, memory_BTRD, partial_BTD, mask_R, mutable=["intermediates"])
+        return out.mixed_BTD + out.ffn_BTD, recorded["intermediates"].get("moe", {}).get("routing")
+
+    return jax.jit(run)
 
 
 def _agreement(routing: dict[str, jax.Array], theirs_TS: np.ndarray, bias_E: jax.Array) -> tuple[float, float]:

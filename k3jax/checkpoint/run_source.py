@@ -146,14 +146,18 @@ class RunSource:
 
     def read(self, path: Path, index: Index = ()) -> np.ndarray:
         """A leaf, or a slice of it: see `Source.read`."""
-        store = self._store(path)
+        part = self._store(path)
+        if index:  # a slice ends where the array does, as numpy has it
+            shape = self.leaves[path].shape
+            part = part[tuple(slice(*x.indices(n)) if isinstance(x, slice) else x for x, n in zip(index, shape))]  # noqa: B905
         try:
-            return np.asarray(store[index].read().result() if index else store.read().result())
+            return np.asarray(part.read().result())
         except ValueError as error:
             key = re.search(r'Error reading "([^"]+)"', str(error))
-            stored = self._index.get(key[1]) if key else None
+            if key is None:  # not of the files, but of the index
+                raise
             why = str(error).partition(" [")[0].rpartition('": ')[2]
-            raise UserError(f"{stored or self._state}: damaged ({'/'.join(path)}: {why})") from None
+            raise UserError(f"{self._index.get(key[1], self._state)}: damaged ({'/'.join(path)}: {why})") from None
 
     def _store(self, path: Path):
         import tensorstore as ts
