@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Iterator
 
 from k3jax.errors import UserError
+from launch.ckpt_common import nbytes_text
 
 if typing.TYPE_CHECKING:
     from k3jax.checkpoint.hf_export import Plan
@@ -161,7 +162,7 @@ def _describe(plan: "Plan") -> str:
     tensors = sum(len(shard.pieces) for shard in plan.shards)
     files = f"{len(plan.shards)} file{'s' if len(plan.shards) > 1 else ''}"
     also = f"; also {', '.join(file.name for file in plan.files)}" if plan.files else ""
-    return f"{tensors:,} tensors in {files}, {plan.nbytes / 1e9:.2f} GB{also}"
+    return f"{tensors:,} tensors in {files}, {nbytes_text(plan.nbytes)}{also}"
 
 
 @contextlib.contextmanager

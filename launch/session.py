@@ -16,6 +16,8 @@ from k3jax.train.run_dir import RunDir, RunRefused
 if typing.TYPE_CHECKING:
     import jax
 
+    from k3jax.checkpoint.hf_source import ReleasedSource
+
 
 NO_CHECKPOINT = "{} has no checkpoint yet; wait for its first"
 
@@ -55,7 +57,7 @@ def load_run(workdir: str, step: int | None, devices: int | None = None) -> Load
     """Reads the model of a run, and changes nothing in its directory.
 
     Args:
-        workdir: the run's directory.
+        workdir: the run's directory; of an imported one the model is read in its stored dtypes.
         step: which checkpoint; None = the newest.
         devices: how many to use; None = as many as its batch can be split over.
     Raises:
@@ -63,12 +65,14 @@ def load_run(workdir: str, step: int | None, devices: int | None = None) -> Load
     """
     run = RunDir(pathlib.Path(workdir))
     config = run.load_config()
-    _check_checkpoint(run, step)
+    imported = _open_imported(run, step)
+    if imported is None:
+        _check_checkpoint(run, step)
 
     import jax
 
     from k3jax.checkpoint.manager import Checkpoints
-    from k3jax.train.mesh import DATA_AXIS
+    from k3jax.train.mesh import DATA_AXIS, replicated
     from k3jax.train.state import abstract_state
 
     if devices is None:
@@ -76,12 +80,26 @@ def load_run(workdir: str, step: int | None, devices: int | None = None) -> Load
         devices = math.gcd(rows, jax.local_device_count())
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), (DATA_AXIS,), axis_types=auto, devices=jax.local_devices()[:devices])
+    if imported is not None:
+        from k3jax.checkpoint.hf import load_variables
+
+        return LoadedRun(run, config, 0, mesh, load_variables(imported, sharding=replicated(mesh)))
     like = abstract_state(config, mesh).variables
     with Checkpoints(run.checkpoints, keep=None) as checkpoints:
         step = checkpoints.latest() if step is None else step
         if step is None:
             raise RunRefused(NO_CHECKPOINT.format(run.path))
         return LoadedRun(run, config, step, mesh, checkpoints.restore_part(step, like))
+
+
+def _open_imported(run: RunDir, step: int | None) -> "ReleasedSource | None":
+    """What was imported into a run, as long as the run has no checkpoint of its own."""
+    from k3jax.checkpoint.hf_source import open_released
+    from k3jax.checkpoint.open import RELEASED, released_folder
+
+    if run.checkpoints.exists() or not (run.path / RELEASED).is_dir():
+        return None
+    return open_released(released_folder(run.path, step) or run.path / RELEASED)
 
 
 def _check_checkpoint(run: RunDir, step: int | None) -> None:

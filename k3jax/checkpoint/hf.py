@@ -41,9 +41,23 @@ def load(
     Source: spec §10, §9, §1.4.
     """
     source = open_released(path)
-    values = source.folder.values
-    compute = jnp.dtype(dtype if dtype is not None else stored_dtype(values))
+    compute = jnp.dtype(dtype if dtype is not None else stored_dtype(source.folder.values))
     config = dataclasses.replace(source.config, dtype=compute.name)
+    return config, load_variables(source, None if dtype is None else compute, sharding)
+
+
+def load_variables(source: Source, dtype: Any = None, sharding: Any = None) -> dict[str, Any]:
+    """Reads the variables of an open checkpoint.
+
+    Args:
+        source: an open checkpoint.
+        dtype, sharding: as in `load`.
+    Returns:
+        {"params": ..., "router": ...}.
+    Raises:
+        UserError: damaged files.
+        ValueError: float64 without jax.enable_x64.
+    """
     variables: dict[str, Any] = {}
     for keys in source.leaves:
         node, places = variables, sharding
@@ -53,9 +67,9 @@ def load(
         places = places[keys[-1]] if isinstance(places, dict) else places
         target = None
         if dtype is not None:
-            target = np.promote_types(compute, np.float32) if keys[-1] in WIDE else compute
+            target = np.promote_types(dtype, np.float32) if keys[-1] in WIDE else dtype
         node[keys[-1]] = load_leaf(source, keys, target, places)
-    return config, variables
+    return variables
 
 
 def load_leaf(
