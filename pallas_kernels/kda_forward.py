@@ -1,0 +1,180 @@
+"""Chunked KDA on a TPU, forward: one program holds a chunk of several heads; their states stay in VMEM.
+
+With S the state entering a chunk, E the decay from the chunk's start to each row, F from each row to the chunk's end
+(spec §2.4), and b the write strengths:
+
+    U  = (I + Akk diag(b))^-1 (V - (K E) S)      errors, the writes of the chunk taken into account
+    O  = (Q E) S + Aqk (b U)
+    S+ = E_C S + (K F)^T (b U)
+
+The state and U are held transposed, [V, K] and [V, C]: then the decay of a channel lies along lanes, b is a row, and
+no product needs a transposed left operand but V itself.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import kda_chunk
+from pallas_kernels.kda_chunk import CHUNK, LOG2_E, dot
+
+
+class Options(NamedTuple):
+    """What is static."""
+
+    scale: float  # multiplies q
+    norm_eps: float | None = None  # q and k are divided by sqrt(their sum of squares + eps); None: taken as they are
+    lower_bound: float | None = (
+        None  # g holds z, and the log decay is lower_bound * sigmoid(slope * z); None: log decay
+    )
+    decay_floor: float | None = None  # promised: no log decay is below it; None: no promise
+    interpret: bool = False
+
+
+class Forward(NamedTuple):
+    o_BTX: jax.Array  # [B, T, J * V], v's dtype
+    final_state_BJVK: jax.Array  # float32
+    states_BNJVK: jax.Array | None  # the state entering each chunk, v's dtype; what the gradient needs
+
+
+def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, options: Options, save_states: bool):
+    """All chunks of all heads.
+
+    Args:
+        q_BTX, k_BTX: [B, T, H * K]; T a multiple of CHUNK, K and V of 128. bfloat16 or float32.
+        v_BTX: [B, T, J * V]; value head j uses query/key head j // (J / H).
+        g_BTX: [B, T, J * K] log decay (natural log), or z where options.lower_bound is set. bfloat16 or float32.
+        beta_BJT: float32 write strengths; 0 for padding.
+        slope_X: [1, J * K] float32, exp(A) of each channel's head; only with options.lower_bound, else None.
+        state_BJVK: float32 initial state, transposed.
+        run_BT: int32 number of the document each token belongs to, counted from 0, or None for one document a row.
+        save_states: whether to return the state entering each chunk.
+    """
+    B, T, _ = v_BTX.shape
+    _, J, V, K = state_BJVK.shape
+    H = q_BTX.shape[-1] // K
+    heads = heads_per_program(H, J)
+    qk_heads = max(1, heads * H // J)
+    N = T // CHUNK
+    dtype = jnp.bfloat16 if v_BTX.dtype == jnp.bfloat16 else jnp.float32
+
+    def tokens(width, group=lambda j: j):
+        return pl.BlockSpec((1, CHUNK, width), lambda b, j, n: (b, n, group(j)))
+
+    qk_spec = tokens(qk_heads * K, lambda j: j * heads * H // J // qk_heads)
+    state_spec = pl.BlockSpec((1, heads, V, K), lambda b, j, n: (b, j, 0, 0))
+    inputs = {
+        "q": (q_BTX, qk_spec),
+        "k": (k_BTX, qk_spec),
+        "v": (v_BTX, tokens(heads * V)),
+        "g": (g_BTX, tokens(heads * K)),
+        "beta": (beta_BJT[:, :, None], pl.BlockSpec((1, heads, 1, CHUNK), lambda b, j, n: (b, j, 0, n))),
+        "state": (state_BJVK, state_spec),
+    }
+    if slope_X is not None:
+        inputs["slope"] = (slope_X, pl.BlockSpec((1, heads * K), lambda b, j, n: (0, j)))
+    if run_BT is not None:
+        before_BT = jnp.pad(run_BT[:, :-1], [(0, 0), (1, 0)])
+        edges_BN2 = jnp.stack([before_BT[:, ::CHUNK], run_BT[:, CHUNK - 1 :: CHUNK]], axis=-1)
+        inputs["run_row"] = (run_BT[:, None], pl.BlockSpec((1, 1, CHUNK), lambda b, j, n: (b, 0, n)))
+        inputs["run_column"] = (run_BT[..., None], pl.BlockSpec((1, CHUNK, 1), lambda b, j, n: (b, n, 0)))
+        inputs["edges"] = (edges_BN2, pl.BlockSpec(memory_space=pltpu.SMEM))
+    outputs = {
+        "o": (jax.ShapeDtypeStruct(v_BTX.shape, v_BTX.dtype), tokens(heads * V)),
+        "final_state": (jax.ShapeDtypeStruct(state_BJVK.shape, jnp.float32), state_spec),
+    }
+    if save_states:
+        saved = jax.ShapeDtypeStruct((B, N, J, V, K), dtype)
+        outputs["states"] = (saved, pl.BlockSpec((1, 1, heads, V, K), lambda b, j, n: (b, n, j, 0, 0)))
+
+    def kernel(*refs):
+        ref = dict(zip([*inputs, *outputs], refs[:-1], strict=True))
+        _program(ref, refs[-1], qk_heads, heads, options, dtype)
+
+    outs = pl.pallas_call(
+        kernel,
+        grid=(B, J // heads, N),
+        in_specs=[spec for _, spec in inputs.values()],
+        out_specs=[spec for _, spec in outputs.values()],
+        out_shape=[shape for shape, _ in outputs.values()],
+        scratch_shapes=[pltpu.VMEM((heads, V, K), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=options.interpret,
+        name="kda_forward",
+    )(*(x for x, _ in inputs.values()))
+    return Forward(*outs, *[None] * (not save_states))
+
+
+def heads_per_program(H, J):
+    """The most value heads, up to 8, that divide J and cover whole groups of query/key heads or lie inside one."""
+    r = J // H
+    return max(p for p in range(1, 9) if J % p == 0 and (p % r == 0 or r % p == 0))
+
+
+def _program(ref, state_scratch, qk_heads, heads, options: Options, dtype):
+    n = pl.program_id(2)
+
+    @pl.when(n == 0)
+    def _():
+        state_scratch[...] = ref["state"][0]
+
+    if "states" in ref:
+        ref["states"][0, 0] = state_scratch[...].astype(ref["states"].dtype)
+    for h in range(heads):
+        _chunk_of_head(ref, state_scratch, h, h * qk_heads // heads, options, dtype)
+
+    @pl.when(n == pl.num_programs(2) - 1)
+    def _():
+        ref["final_state"][0] = state_scratch[...]
+
+
+def head_inputs(ref, h, qk_h, options: Options):
+    """q (scaled), k, g (base 2) of a head in float32, normalised and gated where the options say so."""
+    K = ref["state"].shape[-1]
+
+    def head(name, h):
+        return ref[name][0, :, h * K : (h + 1) * K].astype(jnp.float32)
+
+    q_CK, k_CK, g_CK = head("q", qk_h), head("k", qk_h), head("g", h)
+    if options.norm_eps is not None:
+        q_CK, k_CK = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + options.norm_eps) for x in (q_CK, k_CK))
+    if options.lower_bound is not None:
+        g_CK = options.lower_bound * jax.nn.sigmoid(ref["slope"][:, h * K : (h + 1) * K] * g_CK)
+    # Sums of g must stay finite; exp is 0 long before this floor.
+    return q_CK * options.scale, k_CK, jnp.maximum(g_CK, -1e6) * LOG2_E
+
+
+def _chunk_of_head(ref, state_scratch, h, qk_h, options: Options, dtype):
+    V = state_scratch.shape[1]
+    parts = 2 if dtype == jnp.bfloat16 else 3
+    product = functools.partial(dot, dtype=dtype)
+    q_CK, k_CK, g_CK = head_inputs(ref, h, qk_h, options)
+    beta_1C = ref["beta"][0, h]
+    qk_CC, kk_CC = kda_chunk.scores(q_CK, k_CK, g_CK, parts, dtype)
+    from_start_CK, to_end_CK = kda_chunk.prefix_decay(g_CK, parts), kda_chunk.suffix_decay(g_CK, parts)
+    whole_1K = from_start_CK[-1:]
+    reads_1C, writes_1C = 1.0, beta_1C
+    if "edges" in ref:
+        b, n = pl.program_id(0), pl.program_id(2)
+        before, last = ref["edges"][b, n, 0], ref["edges"][b, n, 1]
+        run_1C, run_C1 = ref["run_row"][0], ref["run_column"][0]
+        same_CC = run_1C == run_C1
+        qk_CC, kk_CC = jnp.where(same_CC, qk_CC, 0.0), jnp.where(same_CC, kk_CC, 0.0)
+        q_start_CK = jnp.where(run_C1 == before, q_CK * from_start_CK, 0.0)
+        reads_1C, writes_1C = jnp.where(run_1C == before, 1.0, 0.0), jnp.where(run_1C == last, beta_1C, 0.0)
+        whole_1K = jnp.where(before == last, whole_1K, 0.0)
+    else:
+        q_start_CK = q_CK * from_start_CK
+    inverse_CC = kda_chunk.unit_lower_inverse(kk_CC * beta_1C, dtype)
+
+    state_VK = state_scratch[h]
+    v_VC = ref["v"][0, :, h * V : (h + 1) * V].astype(jnp.float32).T
+    error_VC = v_VC - reads_1C * product(state_VK, k_CK * from_start_CK, "mk,nk")
+    u_VC = product(error_VC, inverse_CC, "mk,nk")
+    o_CV = product(q_start_CK, state_VK, "mk,nk") + product(qk_CC, u_VC * beta_1C, "mk,nk")
+    ref["o"][0, :, h * V : (h + 1) * V] = o_CV.astype(ref["o"].dtype)
+    state_scratch[h] = whole_1K * state_VK + product(u_VC * writes_1C, k_CK * to_end_CK, "mk,kn")
