@@ -4,7 +4,6 @@ Letters beyond K and V: C rows of a chunk. Everything is causal to the bit: what
 holds depends on that row and on rows before it only. Rows after it enter products as exact zeros.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -33,7 +32,7 @@ def iotas(rows, columns):
 
 def sum_rows(select_RC, x_CK, parts):
     """select @ x for a 0/1 matrix, exact to `parts` x 8 bits of each number: x is split into bfloat16 numbers."""
-    select = select_RC.astype(jnp.bfloat16)
+    select = jnp.where(select_RC, 1.0, 0.0).astype(jnp.bfloat16)
     total = 0.0
     for _ in range(parts):
         part = x_CK.astype(jnp.bfloat16)
@@ -81,7 +80,7 @@ def _pairs(row, column, s):
 def _halving_sums(row, column, s):
     """Row i sums g from the pivot (the last row of the first half) to i, or from after i to the pivot."""
     second = (row & s) != 0
-    return (row // s == column // s) & jnp.where(second, column <= row, column > row)
+    return (row // s == column // s) & ((second & (column <= row)) | (~second & (column > row)))
 
 
 def unit_lower_inverse(lower_CC, dtype):
