@@ -4,6 +4,8 @@ Letters beyond K and V: C rows of a chunk. Everything is causal to the bit: what
 holds depends on that row and on rows before it only. Rows after it enter products as exact zeros.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -39,6 +41,61 @@ def sum_rows(select_RC, x_CK, parts):
         total += lax.dot_general(select, part, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         x_CK = x_CK - part.astype(jnp.float32)
     return total
+
+
+class Intra(NamedTuple):
+    """What the decays of a chunk make of its queries and keys."""
+
+    qk_CC: jnp.ndarray  # decayed inner products of queries with keys, j <= i, else 0
+    kk_CC: jnp.ndarray  # of keys with keys, j < i, else 0
+    q_start_CK: jnp.ndarray  # Q E, reads the entering state
+    k_start_CK: jnp.ndarray  # K E
+    k_end_CK: jnp.ndarray  # K F, writes to the leaving state
+    whole_1K: jnp.ndarray  # decay over the whole chunk
+
+
+def intra_chunk(q_CK, k_CK, g_CK, floor, dtype):
+    """Scores and decayed rows of a chunk; g in base 2, none below `floor` where that is not None."""
+    parts = 2 if dtype == jnp.bfloat16 else 3
+    if floor is not None and floor * BLOCK > -160:
+        return _intra_floor(q_CK, k_CK, g_CK, floor, parts, dtype)
+    qk_CC, kk_CC = scores(q_CK, k_CK, g_CK, parts, dtype)
+    from_start_CK, to_end_CK = prefix_decay(g_CK, parts), suffix_decay(g_CK, parts)
+    return Intra(qk_CC, kk_CC, q_CK * from_start_CK, k_CK * from_start_CK, k_CK * to_end_CK, from_start_CK[-1:])
+
+
+def _intra_floor(q_CK, k_CK, g_CK, floor, parts, dtype):
+    C = g_CK.shape[0]
+    row, column = iotas(C, C)
+    same = row // BLOCK == column // BLOCK
+    local_CK = sum_rows(same & (column <= row), g_CK, parts)
+    middle = floor * BLOCK / 2
+    row_CK = jnp.exp2(local_CK - middle)
+    q_rows, k_rows, k_columns = q_CK * row_CK, k_CK * row_CK, k_CK * jnp.exp2(middle - local_CK)
+    zeros = jnp.zeros((C, k_CK.shape[1]), jnp.float32)
+    qk, kk, starts = [], [], []
+    before_1K = jnp.full((1, k_CK.shape[1]), middle, jnp.float32)
+    for b in range(C // BLOCK):
+        block = slice(b * BLOCK, (b + 1) * BLOCK)
+        columns = jnp.concatenate([columns, k_columns[block]]) if b else k_columns[block]
+        both = dot(
+            jnp.concatenate([q_rows[block], k_rows[block]]),
+            jnp.concatenate([columns, zeros[(b + 1) * BLOCK :]]) if (b + 1) * BLOCK < C else columns,
+            "mk,nk",
+            dtype,
+        )
+        row, column = iotas(BLOCK, C)
+        row += b * BLOCK
+        qk.append(jnp.where(column <= row, both[:BLOCK], 0.0))
+        kk.append(jnp.where(column < row, both[BLOCK:], 0.0))
+        start_1K = jnp.exp2(before_1K)
+        starts.append((q_rows[block] * start_1K, k_rows[block] * start_1K))
+        total_1K = local_CK[(b + 1) * BLOCK - 1 : (b + 1) * BLOCK]
+        before_1K = before_1K + total_1K
+        columns = columns * jnp.exp2(total_1K - middle if (b + 1) * BLOCK == C else total_1K)
+    q_start, k_start = zip(*starts, strict=True)
+    cat = jnp.concatenate
+    return Intra(cat(qk), cat(kk), cat(q_start), cat(k_start), columns, jnp.exp2(before_1K - middle))
 
 
 def prefix_decay(g_CK, parts):

@@ -150,13 +150,11 @@ def head_inputs(ref, h, qk_h, options: Options):
 
 def _chunk_of_head(ref, state_scratch, h, qk_h, options: Options, dtype):
     V = state_scratch.shape[1]
-    parts = 2 if dtype == jnp.bfloat16 else 3
     product = functools.partial(dot, dtype=dtype)
     q_CK, k_CK, g_CK = head_inputs(ref, h, qk_h, options)
     beta_1C = ref["beta"][0, h]
-    qk_CC, kk_CC = kda_chunk.scores(q_CK, k_CK, g_CK, parts, dtype)
-    from_start_CK, to_end_CK = kda_chunk.prefix_decay(g_CK, parts), kda_chunk.suffix_decay(g_CK, parts)
-    whole_1K = from_start_CK[-1:]
+    floor = None if options.decay_floor is None else options.decay_floor * LOG2_E
+    qk_CC, kk_CC, q_start_CK, k_start_CK, k_end_CK, whole_1K = kda_chunk.intra_chunk(q_CK, k_CK, g_CK, floor, dtype)
     reads_1C, writes_1C = 1.0, beta_1C
     if "edges" in ref:
         b, n = pl.program_id(0), pl.program_id(2)
@@ -164,17 +162,15 @@ def _chunk_of_head(ref, state_scratch, h, qk_h, options: Options, dtype):
         run_1C, run_C1 = ref["run_row"][0], ref["run_column"][0]
         same_CC = run_1C == run_C1
         qk_CC, kk_CC = jnp.where(same_CC, qk_CC, 0.0), jnp.where(same_CC, kk_CC, 0.0)
-        q_start_CK = jnp.where(run_C1 == before, q_CK * from_start_CK, 0.0)
+        q_start_CK = jnp.where(run_C1 == before, q_start_CK, 0.0)
         reads_1C, writes_1C = jnp.where(run_1C == before, 1.0, 0.0), jnp.where(run_1C == last, beta_1C, 0.0)
         whole_1K = jnp.where(before == last, whole_1K, 0.0)
-    else:
-        q_start_CK = q_CK * from_start_CK
     inverse_CC = kda_chunk.unit_lower_inverse(kk_CC * beta_1C, dtype)
 
     state_VK = state_scratch[h]
     v_VC = ref["v"][0, :, h * V : (h + 1) * V].astype(jnp.float32).T
-    error_VC = v_VC - reads_1C * product(state_VK, k_CK * from_start_CK, "mk,nk")
+    error_VC = v_VC - reads_1C * product(state_VK, k_start_CK, "mk,nk")
     u_VC = product(error_VC, inverse_CC, "mk,nk")
     o_CV = product(q_start_CK, state_VK, "mk,nk") + product(qk_CC, u_VC * beta_1C, "mk,nk")
     ref["o"][0, :, h * V : (h + 1) * V] = o_CV.astype(ref["o"].dtype)
-    state_scratch[h] = whole_1K * state_VK + product(u_VC * writes_1C, k_CK * to_end_CK, "mk,kn")
+    state_scratch[h] = whole_1K * state_VK + product(u_VC * writes_1C, k_end_CK, "mk,kn")
