@@ -55,8 +55,8 @@ def kda(
 ) -> Output:
     """Kimi Delta Attention over whole sequences, differentiable in every array, on TPU or interpreted on CPU.
 
-    Which it is is decided when the program is lowered, so a CPU host can compile for a TPU. No output depends on a later
-    token, to the bit. Products of bfloat16 inputs are single bfloat16 passes added in float32 (some 3e-3 relative
+    Which of the two is decided when the program is lowered, so a CPU host can compile for a TPU. No output depends on a
+    later token, to the bit. Products of bfloat16 inputs are single bfloat16 passes added in float32 (some 3e-3 relative
     root mean square), of float32 inputs full float32.
 
     Args:
@@ -92,7 +92,7 @@ def kda(
         raise ValueError(f"kda: lower_bound is {lower_bound}; a log decay must be negative, -5.0 say")
     if a_log_J is not None and lower_bound is None:
         raise ValueError("kda: a_log_J belongs to the fused gate; give lower_bound too, or the log decay alone")
-    B, T, H, K = q_BTHK.shape
+    B, T, _, K = q_BTHK.shape
     J, V = v_BTJV.shape[2:]
     scale = K**-0.5 if scale is None else float(scale)
     options = Options(scale, norm_eps, lower_bound, decay_floor if lower_bound is None else lower_bound)

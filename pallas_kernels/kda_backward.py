@@ -5,6 +5,7 @@ inputs. Normalisation and gate are undone here too, where they are fused.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -12,10 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import kda_blocks, kda_levels
 from pallas_kernels.kda_chunk import CHUNK, LOG2_E
 from pallas_kernels.kda_forward import Options, heads_per_program
 from pallas_kernels.kda_gradient import Saved, chunk_gradient
-from pallas_kernels.kda_levels import decays, sum_matrix
 
 
 class Backward(NamedTuple):
@@ -54,9 +55,13 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
     qk_spec = tokens(qk_heads * K, lambda j: j * heads * H // J // qk_heads)
     state_spec = pl.BlockSpec((1, heads, V, K), lambda b, j, n: (b, j, 0, 0))
     beta_spec = pl.BlockSpec((1, heads, 1, CHUNK), lambda b, j, n: (b, j, 0, N - 1 - n))
-    sums_XC = sum_matrix(CHUNK, options.decay_floor)
+    scheme = kda_blocks if kda_blocks.applies(options.decay_floor) else kda_levels
+    parts = 2 if do_BTX.dtype == jnp.bfloat16 else 3
+    sums_XC = scheme.sum_matrix(CHUNK)
+    sums_XY, spread_CY = jnp.tile(sums_XC, (1, parts)), jnp.tile(sums_XC.T, (1, parts))
     inputs = {
-        "sums": (sums_XC, pl.BlockSpec(sums_XC.shape, lambda b, j, n: (0, 0))),
+        "sums": (sums_XY, pl.BlockSpec(sums_XY.shape, lambda b, j, n: (0, 0))),
+        "spread": (spread_CY, pl.BlockSpec(spread_CY.shape, lambda b, j, n: (0, 0))),
         "q": (q_BTX, qk_spec),
         "k": (k_BTX, qk_spec),
         "g": (g_BTX, tokens(heads * K)),
@@ -93,7 +98,7 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
 
     def kernel(*refs):
         ref = dict(zip([*inputs, *outputs], refs[:-1], strict=True))
-        _program(ref, refs[-1], qk_heads, heads, options)
+        _program(ref, refs[-1], qk_heads, heads, scheme, options)
 
     outs = pl.pallas_call(
         kernel,
@@ -110,7 +115,7 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
     return grads._replace(dbeta_BJT=grads.dbeta_BJT[:, :, 0])
 
 
-def _program(ref, dstate_scratch, qk_heads, heads, options: Options):
+def _program(ref, dstate_scratch, qk_heads, heads, scheme, options: Options):
     n = pl.program_id(2)
 
     @pl.when(n == 0)
@@ -119,15 +124,18 @@ def _program(ref, dstate_scratch, qk_heads, heads, options: Options):
         if "dslope" in ref:
             ref["dslope"][...] = jnp.zeros_like(ref["dslope"])
 
-    for h in range(heads):
-        _chunk_of_head(ref, dstate_scratch, h, h * qk_heads // heads, options)
+    # The compiler's scheduler keeps close to the order it is given: heads written one behind the other would wait for
+    # their own products one behind the other. So every head goes a stage, then every head the next.
+    works = [_chunk_of_head(ref, dstate_scratch, h, h * qk_heads // heads, scheme, options) for h in range(heads)]
+    for _ in itertools.zip_longest(*works):
+        pass
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
         ref["dstate"][0] = dstate_scratch[...]
 
 
-def _chunk_of_head(ref, dstate_scratch, h, qk_h, options: Options):
+def _chunk_of_head(ref, dstate_scratch, h, qk_h, scheme, options: Options):
     V, K = dstate_scratch.shape[1:]
     channels, values = slice(h * K, (h + 1) * K), slice(h * V, (h + 1) * V)
     do_CV = ref["do"][0, :, values]
@@ -140,7 +148,7 @@ def _chunk_of_head(ref, dstate_scratch, h, qk_h, options: Options):
         slope_1K = ref["slope"][:, channels]
         g_CK = options.lower_bound * jax.nn.sigmoid(slope_1K * z_CK)
     beta_1C = ref["beta"][0, h]
-    factors = decays(jnp.maximum(g_CK, -1e6) * LOG2_E, ref["sums"][...], options.decay_floor, parts)
+    factors = scheme.decays(jnp.maximum(g_CK, -1e6) * LOG2_E, ref["sums"][...], options.decay_floor, parts)
     same_CC = None
     if "edges" in ref:
         b, n = pl.program_id(0), pl.num_programs(2) - 1 - pl.program_id(2)
@@ -152,9 +160,20 @@ def _chunk_of_head(ref, dstate_scratch, h, qk_h, options: Options):
             to_end=jnp.where(run_C1 == last, factors.to_end, 0.0),
             whole=jnp.where(before == last, factors.whole, 0.0),
         )
+    yield
     saved = Saved(ref["state"][0, 0, h], ref["u"][0, 0, h], ref["scores"][0, 0, h])
-    grads = chunk_gradient(
-        q_CK * options.scale, k_CK, beta_1C, do_CV, saved, dstate_scratch[h], factors, ref["sums"][...], same_CC
+    yield
+    grads = yield from chunk_gradient(
+        q_CK * options.scale,
+        k_CK,
+        beta_1C,
+        do_CV,
+        saved,
+        dstate_scratch[h],
+        factors,
+        scheme,
+        ref["spread"][...],
+        same_CC,
     )
     dstate_scratch[h] = grads.dstate_VK
 
@@ -164,6 +183,7 @@ def _chunk_of_head(ref, dstate_scratch, h, qk_h, options: Options):
     write("dq", channels, _normalise_gradient(options.scale * grads.dq_CK, q_CK, q_rate))
     write("dk", channels, _normalise_gradient(grads.dk_CK, k_CK, k_rate))
     write("dv", values, grads.dv_CV)
+    yield
     dg_CK = grads.dg_CK
     if options.lower_bound is not None:
         du_CK = dg_CK * g_CK * (1.0 - g_CK / options.lower_bound)  # of slope z, the sigmoid's argument

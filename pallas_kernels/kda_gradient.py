@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda_chunk import dot, iotas
-from pallas_kernels.kda_levels import Decays, exact_dot
 
 
 class Saved(NamedTuple):
@@ -44,9 +43,7 @@ class Gradients(NamedTuple):
     dstate_VK: jax.Array
 
 
-def chunk_gradient(
-    q_CK, k_CK, beta_1C, do_CV, saved: Saved, dstate_VK, decays: Decays, sums_XC, same_CC=None
-) -> Gradients:
+def chunk_gradient(q_CK, k_CK, beta_1C, do_CV, saved: Saved, dstate_VK, decays, scheme, spread_CY, same_CC=None):
     """Gradients of a chunk's inputs and of its entering state.
 
     Args:
@@ -55,8 +52,9 @@ def chunk_gradient(
         do_CV: gradient of the output; its dtype is the operands' dtype of every product.
         saved: by the forward pass, in do's dtype.
         dstate_VK: float32 gradient of the leaving state.
-        decays: of the chunk; documents already cut in from_start, to_end and whole.
-        sums_XC: kda_levels.sum_matrix.
+        decays: of the chunk by `scheme`; documents already cut in from_start, to_end and whole.
+        scheme: the module that knows the decays, kda_blocks or kda_levels.
+        spread_CY: scheme.sum_matrix transposed, repeated once a bfloat16 part of a log's gradient.
         same_CC: whether two tokens are of one document; None for one document.
     """
     dtype, C = do_CV.dtype, q_CK.shape[0]
@@ -65,56 +63,47 @@ def chunk_gradient(
         return dot(x, y, contract, dtype)
 
     q_start, k_start, k_end = q_CK * decays.from_start, k_CK * decays.from_start, k_CK * decays.to_end
-    written_VC = (beta_1C * saved.u_VC.astype(jnp.float32)).astype(dtype)
-    written_CV = written_VC.T
+    u_VC = saved.u_VC.astype(jnp.float32)
+    written_VC = (beta_1C * u_VC).astype(dtype)
     qk_CC, inverse_CC = saved.scores_C2C[:, :C], saved.scores_C2C[:, C:]
 
     do_VC = do_CV.T
+    yield
     d_written_VC = product(do_VC, qk_CC) + product(dstate_VK, k_end, "mk,nk")
+    yield
     dx_VC = product(beta_1C * d_written_VC, inverse_CC)
+    yield
     d_reads_VX = jnp.concatenate([do_VC, -dx_VC.astype(dtype)], axis=1)
     reads_XK = jnp.concatenate([q_start, k_start]).astype(dtype)
     dstate_in_VK = decays.whole * dstate_VK + product(d_reads_VX, reads_XK)
-    dbeta_1C = jnp.sum(dx_VC * saved.u_VC.astype(jnp.float32), axis=0, keepdims=True) / beta_1C
+    dbeta_1C = jnp.sum(dx_VC * u_VC, axis=0, keepdims=True) / beta_1C
 
     dx_CV = dx_VC.T
+    yield
     d_reads_XV = jnp.concatenate([do_CV, -dx_CV.astype(dtype)])
     d_starts = product(d_reads_XV, saved.state_VK)
     d_q_start, d_k_start = d_starts[:C], d_starts[C:]
-    d_k_end = product(written_CV, dstate_VK)
-    dq, dk = d_q_start * decays.from_start, d_k_start * decays.from_start + d_k_end * decays.to_end
-    d_start_logs = d_q_start * q_start + d_k_start * k_start
+    yield
+    d_k_end = product(written_VC.T, dstate_VK)
     d_whole_1K = decays.whole * jnp.sum(saved.state_VK.astype(jnp.float32) * dstate_VK, axis=0, keepdims=True)
-    last = iotas(*q_CK.shape)[0] == C - 1
-    logs = [d_start_logs + jnp.where(last, d_whole_1K, 0.0), d_k_end * k_end]
 
-    # Queries above keys; and transposed, by a product, which is cheaper than a transpose.
-    d_scores_XC, d_scores_CX = product(d_reads_XV, written_VC), product(written_CV, d_reads_VX)
-    causal_XC, causal_CX = _causal(C, 0), _causal(C, 1)
+    yield
+    causal_XC = _causal(C)
     if same_CC is not None:
         causal_XC &= jnp.concatenate([same_CC, same_CC])
-        causal_CX &= jnp.concatenate([same_CC, same_CC], axis=1)
-    for level in decays.levels:
-        mask_XC, mask_CX = causal_XC, causal_CX
-        if level.pairs is not None:
-            mask_XC &= jnp.concatenate([level.pairs, level.pairs])
-            mask_CX &= jnp.concatenate([level.pairs, level.pairs], axis=1)
-        rows = jnp.concatenate([q_CK * level.row, k_CK * level.row]).astype(dtype)
-        columns = (k_CK * level.column).astype(dtype)
-        d_rows = product(jnp.where(mask_XC, d_scores_XC, 0.0), columns)
-        d_columns = product(jnp.where(mask_CX, d_scores_CX, 0.0), rows)
-        dq += d_rows[:C] * level.row
-        dk += d_rows[C:] * level.row + d_columns * level.column
-        if level.log_sign is not None:
-            d_row_logs = rows.astype(jnp.float32) * d_rows
-            d_column_logs = columns.astype(jnp.float32) * d_columns
-            logs.append(d_row_logs[:C] + d_row_logs[C:] + level.log_sign * d_column_logs)
-    dg = exact_dot(sums_XC, jnp.concatenate(logs), "km,kn", 3 if dtype == jnp.float32 else 2)
+    d_scores_XC = jnp.where(causal_XC, product(d_reads_XV, written_VC), 0.0)
+    yield
+    dq, dk, pair_logs = yield from scheme.pair_gradient(q_CK, k_CK, d_scores_XC, decays, dtype)
+    dq += d_q_start * decays.from_start
+    dk += d_k_start * decays.from_start + d_k_end * decays.to_end
+    yield
+    d_start_logs, d_end_logs = d_q_start * q_start + d_k_start * k_start, d_k_end * k_end
+    parts = 3 if dtype == jnp.float32 else 2
+    dg = scheme.log_gradient(d_start_logs, d_end_logs, d_whole_1K, pair_logs, spread_CY, parts)
     return Gradients(dq, dk, dx_CV, dg, dbeta_1C, dstate_in_VK)
 
 
-def _causal(C, row_axis):
-    """Queries j <= i above keys j < i, [2 C, C]; or its transpose."""
-    shape = (C, 2 * C) if row_axis else (2 * C, C)
-    row, column = iotas(*shape)[row_axis], iotas(*shape)[1 - row_axis]
+def _causal(C):
+    """[2 C, C]: queries j <= i above keys j < i."""
+    row, column = iotas(2 * C, C)
     return ((row < C) & (column <= row)) | (column < row - C)
