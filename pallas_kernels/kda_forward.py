@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kda_chunk
-from pallas_kernels.kda_chunk import CHUNK, LOG2_E, dot
+from pallas_kernels.kda_chunk import CHUNK, LOG2_E, Product
 
 
 class Options(NamedTuple):
@@ -38,7 +38,10 @@ class Options(NamedTuple):
 class Forward(NamedTuple):
     o_BTX: jax.Array  # [B, T, J * V], v's dtype
     final_state_BJVK: jax.Array  # float32
-    states_BNJVK: jax.Array | None  # the state entering each chunk, v's dtype; what the gradient needs
+    # What the gradient needs of each chunk, in v's dtype, or None:
+    states_BNJVK: jax.Array | None  # the entering state
+    u_BNJVC: jax.Array | None  # U, transposed
+    scores_BNJCX: jax.Array | None  # [C, 2 C]: Aqk beside (I + Akk diag(b))^-1
 
 
 def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, options: Options, save_states: bool):
@@ -88,8 +91,9 @@ def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, o
         "final_state": (jax.ShapeDtypeStruct(state_BJVK.shape, jnp.float32), state_spec),
     }
     if save_states:
-        saved = jax.ShapeDtypeStruct((B, N, J, V, K), dtype)
-        outputs["states"] = (saved, pl.BlockSpec((1, 1, heads, V, K), lambda b, j, n: (b, n, j, 0, 0)))
+        for name, shape in {"states": (V, K), "u": (V, CHUNK), "scores": (CHUNK, 2 * CHUNK)}.items():
+            saved = jax.ShapeDtypeStruct((B, N, J, *shape), dtype)
+            outputs[name] = (saved, pl.BlockSpec((1, 1, heads, *shape), lambda b, j, n: (b, n, j, 0, 0)))
 
     def kernel(*refs):
         ref = dict(zip([*inputs, *outputs], refs[:-1], strict=True))
@@ -106,7 +110,7 @@ def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, o
         interpret=options.interpret,
         name="kda_forward",
     )(*(x for x, _ in inputs.values()))
-    return Forward(*outs, *[None] * (not save_states))
+    return Forward(*outs, *[None] * (5 - len(outs)))
 
 
 def heads_per_program(H, J):
@@ -124,8 +128,16 @@ def _program(ref, state_scratch, qk_heads, heads, options: Options, dtype):
 
     if "states" in ref:
         ref["states"][0, 0] = state_scratch[...].astype(ref["states"].dtype)
-    for h in range(heads):
-        _chunk_of_head(ref, state_scratch, h, h * qk_heads // heads, options, dtype)
+    constants = {}
+
+    def constant(key, make):
+        if key not in constants:
+            constants[key] = make()
+        return constants[key]
+
+    kda_chunk.side_by_side(
+        [_chunk_of_head(ref, state_scratch, h, h * qk_heads // heads, options, dtype, constant) for h in range(heads)]
+    )
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
@@ -148,13 +160,16 @@ def head_inputs(ref, h, qk_h, options: Options):
     return q_CK * options.scale, k_CK, jnp.maximum(g_CK, -1e6) * LOG2_E
 
 
-def _chunk_of_head(ref, state_scratch, h, qk_h, options: Options, dtype):
+def _chunk_of_head(ref, state_scratch, h, qk_h, options: Options, dtype, constant):
     V = state_scratch.shape[1]
-    product = functools.partial(dot, dtype=dtype)
+    product = functools.partial(Product, dtype=dtype)
     q_CK, k_CK, g_CK = head_inputs(ref, h, qk_h, options)
     beta_1C = ref["beta"][0, h]
+    yield
     floor = None if options.decay_floor is None else options.decay_floor * LOG2_E
-    qk_CC, kk_CC, q_start_CK, k_start_CK, k_end_CK, whole_1K = kda_chunk.intra_chunk(q_CK, k_CK, g_CK, floor, dtype)
+    qk_CC, kk_CC, q_start_CK, k_start_CK, k_end_CK, whole_1K = yield from kda_chunk.intra_chunk(
+        q_CK, k_CK, g_CK, floor, dtype, constant
+    )
     reads_1C, writes_1C = 1.0, beta_1C
     if "edges" in ref:
         b, n = pl.program_id(0), pl.program_id(2)
@@ -165,12 +180,21 @@ def _chunk_of_head(ref, state_scratch, h, qk_h, options: Options, dtype):
         q_start_CK = jnp.where(run_C1 == before, q_start_CK, 0.0)
         reads_1C, writes_1C = jnp.where(run_1C == before, 1.0, 0.0), jnp.where(run_1C == last, beta_1C, 0.0)
         whole_1K = jnp.where(before == last, whole_1K, 0.0)
-    inverse_CC = kda_chunk.unit_lower_inverse(kk_CC * beta_1C, dtype)
+    inverse_CC = yield from kda_chunk.unit_lower_inverse(kk_CC, beta_1C, dtype)
 
     state_VK = state_scratch[h]
     v_VC = ref["v"][0, :, h * V : (h + 1) * V].astype(jnp.float32).T
-    error_VC = v_VC - reads_1C * product(state_VK, k_start_CK, "mk,nk")
-    u_VC = product(error_VC, inverse_CC, "mk,nk")
-    o_CV = product(q_start_CK, state_VK, "mk,nk") + product(qk_CC, u_VC * beta_1C, "mk,nk")
+    expected_VC = yield product(state_VK, k_start_CK, "mk,nk")
+    u_VC = yield product(v_VC - reads_1C * expected_VC, inverse_CC, "mk,nk")
+    if "u" in ref:
+        ref["u"][0, 0, h] = u_VC.astype(dtype)
+        ref["scores"][0, 0, h] = jnp.concatenate([qk_CC.astype(dtype), inverse_CC.astype(dtype)], axis=1)
+    reads_CX, read_VX = _beside(q_start_CK, qk_CC, dtype), _beside(state_VK, u_VC * beta_1C, dtype)
+    o_CV = yield product(reads_CX, read_VX, "mk,nk")
     ref["o"][0, :, h * V : (h + 1) * V] = o_CV.astype(ref["o"].dtype)
-    state_scratch[h] = whole_1K * state_VK + product(u_VC * writes_1C, k_end_CK, "mk,kn")
+    written_VK = yield product(u_VC * writes_1C, k_end_CK, "mk,kn")
+    state_scratch[h] = whole_1K * state_VK + written_VK
+
+
+def _beside(x, y, dtype):
+    return jnp.concatenate([x.astype(dtype), y.astype(dtype)], axis=1)
