@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from pallas_kernels.kda_backward import backward
 from pallas_kernels.kda_chunk import CHUNK
 from pallas_kernels.kda_forward import Options, forward
 from pallas_kernels.kda_gradient import Saved
+from pallas_kernels.manual_axes import varying_alike
+from pallas_kernels.platform import on_platform
 
 LANES = 128  # channels are padded to whole registers
 NO_WRITE = 1e-15  # stands for a write strength of 0, by which the gradient divides; far below rounding
@@ -122,7 +122,7 @@ def kda(
         slope_X,
         _padded(state_BJVK, {2: LANES, 3: LANES}),
     )
-    o_BTX, final_state_BJVK = _kda(inputs, run_BT, options)
+    o_BTX, final_state_BJVK = _kda(*varying_alike((inputs, run_BT)), options)
     o_BTJV = o_BTX.reshape(B, -1, J, o_BTX.shape[-1] // J)[:, :T, :, :V]
     return Output(o_BTJV.astype(v_BTJV.dtype), jnp.swapaxes(final_state_BJVK[:, :, :V, :K], 2, 3))
 
@@ -160,29 +160,15 @@ def _kda_forward(inputs: Inputs, run_BT, options: Options):
 
 def _kda_backward(options: Options, residuals, cotangents):
     inputs, run_BT, saved = residuals
-    do_BTX, dstate_BJVK = cotangents
-
-    def kernel(interpret, inputs, run_BT, saved, do_BTX, dstate_BJVK):
-        q, k, _, g, beta, slope, _ = _writing(inputs)
-        return backward(q, k, g, beta, slope, run_BT, saved, do_BTX, dstate_BJVK, options._replace(interpret=interpret))
-
-    grads = _by_platform(kernel, inputs, run_BT, saved, do_BTX, dstate_BJVK)
+    grads = _backward(inputs, run_BT, saved, *varying_alike(cotangents), options)
     K = inputs.state_BJVK.shape[-1]
     H = inputs.q_BTX.shape[-1] // K
-
-    def shared(x_BTX):
-        """Summed over the value heads that share a query/key head."""
-        B, T, X = x_BTX.shape
-        if X == H * K:
-            return x_BTX
-        return x_BTX.reshape(B, T, H, -1, K).astype(jnp.float32).sum(axis=3).reshape(B, T, H * K).astype(x_BTX.dtype)
-
     dslope_X = None
     if inputs.slope_X is not None:
         dslope_X = grads.dslope_B8X.sum(axis=(0, 1))[None]
     d_inputs = Inputs(
-        shared(grads.dq_BTX),
-        shared(grads.dk_BTX),
+        _sum_sharing(grads.dq_BTX, K, H),
+        _sum_sharing(grads.dk_BTX, K, H),
         grads.dv_BTX,
         grads.dg_BTX,
         grads.dbeta_BJT,
@@ -195,40 +181,30 @@ def _kda_backward(options: Options, residuals, cotangents):
 _kda.defvjp(_kda_forward, _kda_backward)
 
 
+@functools.partial(jax.jit, static_argnames=("options", "save"))
 def _forward(inputs: Inputs, run_BT, options: Options, save: bool):
     def kernel(interpret, inputs, run_BT):
         return forward(*_writing(inputs), run_BT, options._replace(interpret=interpret), save)
 
-    return _by_platform(kernel, inputs, run_BT)
+    return on_platform(kernel, inputs, run_BT)
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _backward(inputs: Inputs, run_BT, saved: Saved, do_BTX, dstate_BJVK, options: Options):
+    def kernel(interpret, inputs, *args):
+        q_BTX, k_BTX, _, g_BTX, beta_BJT, slope_X, _ = _writing(inputs)
+        return backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, *args, options._replace(interpret=interpret))
+
+    return on_platform(kernel, inputs, run_BT, saved, do_BTX, dstate_BJVK)
 
 
 def _writing(inputs: Inputs):
     return inputs._replace(beta_BJT=jnp.where(inputs.beta_BJT == 0, NO_WRITE, inputs.beta_BJT))
 
 
-def _by_platform(kernel, *args):
-    """kernel(interpret, *args), compiled where the program is lowered for TPU, interpreted where for CPU."""
-
-    def unsupported(*args):
-        shapes, tree = jax.tree.flatten(jax.eval_shape(functools.partial(kernel, True), *args))
-        return jax.tree.unflatten(tree, _unsupported.bind(shapes=tuple((x.shape, x.dtype) for x in shapes)))
-
-    return jax.lax.platform_dependent(
-        *args,
-        tpu=functools.partial(kernel, False),
-        cpu=functools.partial(kernel, True),
-        default=unsupported,
-    )
-
-
-def _refuse(ctx, *args, **params):
-    raise NotImplementedError(
-        f"kda: the Pallas kernels run on TPU, and interpreted on CPU, not on {ctx.module_context.platforms}; "
-        "use the chunked implementation there"
-    )
-
-
-_unsupported = Primitive("kda_unsupported_platform")
-_unsupported.multiple_results = True
-_unsupported.def_abstract_eval(lambda *, shapes: [jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes])
-mlir.register_lowering(_unsupported, _refuse)
+def _sum_sharing(x_BTX, K: int, H: int):
+    """Summed over the value heads that share a query/key head."""
+    B, T, X = x_BTX.shape
+    if X == H * K:
+        return x_BTX
+    return x_BTX.reshape(B, T, H, -1, K).astype(jnp.float32).sum(axis=3).reshape(B, T, H * K).astype(x_BTX.dtype)

@@ -4,7 +4,6 @@ One program takes a chunk of several heads, reads what the forward kernel saved 
 inputs. Normalisation and gate are undone here too, where they are fused.
 """
 
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from pallas_kernels import kda_blocks, kda_levels
 from pallas_kernels.kda_chunk import CHUNK, LOG2_E
 from pallas_kernels.kda_forward import Options, heads_per_program
 from pallas_kernels.kda_gradient import Saved, chunk_gradient
+from pallas_kernels.manual_axes import output_like, varying_alike
 
 
 class Backward(NamedTuple):
@@ -31,7 +31,6 @@ class Backward(NamedTuple):
     dslope_B8X: jax.Array | None  # [B, 8, J * K] float32 partial sums over time; with the fused gate
 
 
-@functools.partial(jax.jit, static_argnames="options")
 def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BTX, dstate_BJVK, options: Options):
     """All chunks of all heads.
 
@@ -81,19 +80,21 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
         inputs["run_column"] = (run_BT[..., None], pl.BlockSpec((1, CHUNK, 1), lambda b, j, n: (b, N - 1 - n, 0)))
         inputs["edges"] = (edges_BN2, pl.BlockSpec(memory_space=pltpu.SMEM))
 
+    inputs = {name: (varying_alike((x, do_BTX))[0], spec) for name, (x, spec) in inputs.items()}
+
     def like(x, width):
-        return jax.ShapeDtypeStruct((B, T, width), x.dtype)
+        return output_like(do_BTX, (B, T, width), x.dtype)
 
     outputs = {
         "dq": (like(q_BTX, J * K), tokens(heads * K)),
         "dk": (like(k_BTX, J * K), tokens(heads * K)),
         "dv": (like(do_BTX, J * V), tokens(heads * V)),
         "dg": (like(g_BTX, J * K), tokens(heads * K)),
-        "dbeta": (jax.ShapeDtypeStruct((B, J, 1, T), jnp.float32), beta_spec),
-        "dstate": (jax.ShapeDtypeStruct(dstate_BJVK.shape, jnp.float32), state_spec),
+        "dbeta": (output_like(do_BTX, (B, J, 1, T), jnp.float32), beta_spec),
+        "dstate": (output_like(do_BTX, dstate_BJVK.shape, jnp.float32), state_spec),
     }
     if slope_X is not None:
-        dslope = jax.ShapeDtypeStruct((B, 8, J * K), jnp.float32)
+        dslope = output_like(do_BTX, (B, 8, J * K), jnp.float32)
         outputs["dslope"] = (dslope, pl.BlockSpec((1, 8, heads * K), lambda b, j, n: (b, 0, j)))
 
     def kernel(*refs):

@@ -1,13 +1,13 @@
 """Decays and gradients inside a chunk when the log decay has a floor: blocks of 16 rows, one anchor a block.
 
-A row carries its decay from just before its block's first row, E = exp(sum up to the row). A column of the same block
-carries exp(-sum), a column of an earlier block F = exp(sum after it in its block) times the whole decays t of the blocks
-between. So the rows' side is one array for all their columns, and every block of rows is one product, [queries; keys]
-of the block against all columns up to it.
+A row carries its decay from just before its block's first row, E = exp(sum up to the row). A column of the same
+block carries exp(-sum), a column of an earlier block F = exp(sum after it in its block) times the whole decays t of
+the blocks between. So the rows' side is one array for all their columns, and every block of rows is one product,
+[queries; keys] of the block against all columns up to it.
 
-With a floor of -5 a block decays by at most exp(-80): exp(-sum) is finite. A constant, half of that, is moved from the
-columns to the rows, so that neither side comes near the end of the exponent's range and the gradients of saturated gates
-are not flushed to zero. Anchors lie in the past and the constant is one: causal to the bit.
+With a floor of -5 a block decays by at most exp(-80): exp(-sum) is finite. A constant, half of that, is moved from
+the columns to the rows, so that neither side comes near the end of the exponent's range and the gradients of
+saturated gates are not flushed to zero. Anchors lie in the past and the constant is one: causal to the bit.
 
 Letters: C rows of a chunk, blocks b, rows' blocks i, columns' blocks j. Source: spec §2.5.
 """

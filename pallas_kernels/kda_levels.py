@@ -1,8 +1,8 @@
 """Decays and gradients inside a chunk for any log decay: recursive halving.
 
-A pair row i > column j of a chunk needs exp(g_{j+1} + ... + g_i) per channel, inside a product. At size s = C/2, ... 2, 1
-each first half of s rows is paired with the second half beside it; rows carry the decay from the first half's last row,
-columns the decay to it, both at most 1, whatever the decay. Each pair meets at exactly one size.
+A pair row i > column j of a chunk needs exp(g_{j+1} + ... + g_i) per channel, inside a product. At size s = C/2,
+... 2, 1 each first half of s rows is paired with the second half beside it; rows carry the decay from the first
+half's last row, columns the decay to it, both at most 1, whatever the decay. Each pair meets at exactly one size.
 
 The sums of g are products of a 0/1 matrix with g cut in bfloat16 parts: exact products, added in float32, always of
 numbers of one sign, so nothing cancels. A gradient of a log is what its factor was multiplied into times that product's
