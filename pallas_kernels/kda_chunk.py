@@ -4,6 +4,7 @@ Letters beyond K and V: C rows of a chunk. Everything is causal to the bit: what
 holds depends on that row and on rows before it only. Rows after it enter products as exact zeros.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 
 CHUNK = 128  # tokens; the scores of a chunk fill the 128 lanes of a register
 BLOCK = 16  # rows of a diagonal block
+LARGEST_FUSED = 64  # rows of a left operand up to which two products are fused
 LOG2_E = 1.4426950408889634
 
 
@@ -67,52 +69,66 @@ class Intra(NamedTuple):
 
 
 def intra_chunk(q_CK, k_CK, g_CK, floor, dtype, constant):
-    """Scores and decayed rows of a chunk; g in base 2, none below `floor` where that is not None."""
+    """Scores and decayed rows of a chunk.
+
+    Args:
+        q_CK: queries, scaled; float32 as all here.
+        k_CK: keys.
+        g_CK: log decays, base 2, finite.
+        floor: a promise that no g is below it, base 2, or None.
+        dtype: of the operands of products.
+        constant: constant(key, make) gives make(), the same for all heads.
+    Returns:
+        Intra.
+    """
     parts = 2 if dtype == jnp.bfloat16 else 3
-    if floor is not None and floor * BLOCK > -160:
+    if floor_applies(floor):
         return (yield from _intra_floor(q_CK, k_CK, g_CK, floor, parts, dtype, constant))
     qk_CC, kk_CC = yield from scores(q_CK, k_CK, g_CK, parts, dtype, constant)
     row, column = iotas(*g_CK.shape[:1] * 2)
-    prefix_CK = yield from sum_rows(constant(("prefix", parts), lambda: sum_matrix(column <= row, parts)), g_CK, parts)
-    suffix_CK = yield from sum_rows(constant(("suffix", parts), lambda: sum_matrix(column > row, parts)), g_CK, parts)
+    prefix_CK = yield from sum_rows(constant("prefix", lambda: sum_matrix(column <= row, parts)), g_CK, parts)
+    suffix_CK = yield from sum_rows(constant("suffix", lambda: sum_matrix(column > row, parts)), g_CK, parts)
     from_start_CK, to_end_CK = jnp.exp2(prefix_CK), jnp.exp2(suffix_CK)
     return Intra(qk_CC, kk_CC, q_CK * from_start_CK, k_CK * from_start_CK, k_CK * to_end_CK, from_start_CK[-1:])
 
 
+def floor_applies(floor):
+    """Whether 16 rows of the promised floor (base 2), taken from their middle, stay far inside float32's exponents."""
+    return floor is not None and -BLOCK * floor / 2 < 64
+
+
 def _intra_floor(q_CK, k_CK, g_CK, floor, parts, dtype, constant):
-    C = g_CK.shape[0]
+    """Rows decay from before their block's first row, columns up to there: growing by 2**64 at most, in one constant.
+
+    With L the sums inside blocks of 16 rows, rows carry 2**(L - m) and columns of their own block 2**(m - L), where the
+    constant m, the middle of what L can be, keeps both factors between 2**-64 and 2**64. From block to block the
+    columns decay further.
+    """
+    C, K = g_CK.shape
     row, column = iotas(C, C)
-    same = row // BLOCK == column // BLOCK
-    local_CK = yield from sum_rows(
-        constant(("local", parts), lambda: sum_matrix(same & (column <= row), parts)), g_CK, parts
-    )
+    inside = constant("inside", lambda: sum_matrix((row // BLOCK == column // BLOCK) & (column <= row), parts))
+    local_CK = yield from sum_rows(inside, g_CK, parts)
     middle = floor * BLOCK / 2
-    row_CK = jnp.exp2(local_CK - middle)
-    q_rows, k_rows, k_columns = q_CK * row_CK, k_CK * row_CK, k_CK * jnp.exp2(middle - local_CK)
-    zeros = jnp.zeros((C, k_CK.shape[1]), jnp.float32)
-    qk, kk, starts = [], [], []
-    before_1K = jnp.full((1, k_CK.shape[1]), middle, jnp.float32)
-    for b in range(C // BLOCK):
-        block = slice(b * BLOCK, (b + 1) * BLOCK)
-        columns = jnp.concatenate([columns, k_columns[block]]) if b else k_columns[block]
-        both = yield Product(
-            jnp.concatenate([q_rows[block], k_rows[block]]),
-            jnp.concatenate([columns, zeros[(b + 1) * BLOCK :]]) if (b + 1) * BLOCK < C else columns,
-            "mk,nk",
-            dtype,
-        )
+    row_decay_CK = jnp.exp2(local_CK - middle)
+    q_rows, k_rows, k_columns = q_CK * row_decay_CK, k_CK * row_decay_CK, k_CK * jnp.exp2(middle - local_CK)
+    before_1K = jnp.full((1, K), middle, jnp.float32)
+    blocks, columns = [], k_columns[:BLOCK]
+    for end in range(BLOCK, C + 1, BLOCK):
+        block = slice(end - BLOCK, end)
+        later = [jnp.zeros((C - end, K), jnp.float32)] if end < C else []
+        rows = jnp.concatenate([q_rows[block], k_rows[block]])
+        both = yield Product(rows, jnp.concatenate([columns, *later]), "mk,nk", dtype)
         row, column = iotas(BLOCK, C)
-        row += b * BLOCK
-        qk.append(jnp.where(column <= row, both[:BLOCK], 0.0))
-        kk.append(jnp.where(column < row, both[BLOCK:], 0.0))
+        row += end - BLOCK
+        qk, kk = jnp.where(column <= row, both[:BLOCK], 0.0), jnp.where(column < row, both[BLOCK:], 0.0)
         start_1K = jnp.exp2(before_1K)
-        starts.append((q_rows[block] * start_1K, k_rows[block] * start_1K))
-        total_1K = local_CK[(b + 1) * BLOCK - 1 : (b + 1) * BLOCK]
+        blocks.append((qk, kk, q_rows[block] * start_1K, k_rows[block] * start_1K))
+        total_1K = local_CK[end - 1 : end]
         before_1K = before_1K + total_1K
-        columns = columns * jnp.exp2(total_1K - middle if (b + 1) * BLOCK == C else total_1K)
-    q_start, k_start = zip(*starts, strict=True)
-    cat = jnp.concatenate
-    return Intra(cat(qk), cat(kk), cat(q_start), cat(k_start), columns, jnp.exp2(before_1K - middle))
+        if end < C:
+            columns = jnp.concatenate([columns * jnp.exp2(total_1K), k_columns[end : end + BLOCK]])
+    k_end_CK = columns * jnp.exp2(total_1K - middle)
+    return Intra(*(jnp.concatenate(x) for x in zip(*blocks, strict=True)), k_end_CK, jnp.exp2(before_1K - middle))
 
 
 def scores(q_CK, k_CK, g_CK, parts, dtype, constant):
@@ -124,7 +140,7 @@ def scores(q_CK, k_CK, g_CK, parts, dtype, constant):
     kk_CC = jnp.zeros((C, C), jnp.float32)
     s = 1
     while s < C:
-        select = constant((s, parts), lambda: sum_matrix(_halving_sums(row, column, s), parts))
+        select = constant(s, lambda: sum_matrix(_halving_sums(row, column, s), parts))
         f_CK = yield from sum_rows(select, g_CK, parts)
         f_CK = jnp.exp2(f_CK)
         columns_CK = k_CK * f_CK
@@ -198,54 +214,39 @@ def _substitute(diagonal):
 
 
 def side_by_side(heads):
-    """Runs heads in lockstep, one product of each at a time, those of two neighbours fused.
+    """Runs heads in lockstep, one product of each at a time.
 
-    A head is a generator that yields a Product and is sent its value. So independent instructions stand beside each
-    other, which hides their latency, and the products of two heads fill the 256 rows of a matrix unit.
+    A head is a generator that yields a Product and is sent its value, or yields None to let the others go on. So
+    instructions that do not wait for each other stand side by side, which hides the latency of a matrix unit.
     """
     values = dict.fromkeys(heads)
     while values:
         asked = {}
         for head, value in values.items():
-            try:
+            with contextlib.suppress(StopIteration):
                 asked[head] = head.send(value)
-            except StopIteration:
-                pass
         values = dict.fromkeys(asked)
         products = [head for head in asked if asked[head] is not None]
         for i in range(0, len(products), 2):
             pair = products[i : i + 2]
-            for head, value in zip(pair, _fused(*(asked[head] for head in pair)), strict=True):
-                values[head] = value
-
-
-import os
-
-PAIR = os.environ.get("PAIR", "0") == "1"
-PAIRN = os.environ.get("PAIRN", "0") == "1"
+            values.update(zip(pair, _fused(*(asked[head] for head in pair)), strict=True))
 
 
 def _fused(first: Product, second: Product | None = None):
+    """The values of two products of equal shapes, as one product where that is cheaper.
+
+    A matrix unit takes 256 columns at the price of 128. Two small left operands, one above the other, meet both right
+    operands side by side, and two quarters of what comes out are dropped; a left operand that is shared meets both.
+    """
     if second is None:
         return (dot(*first),)
-    contract, dtype = first.contract, first.dtype
+    n_axis = first.contract.split(",")[1].index("n")
+    right = jnp.concatenate([first.y.astype(first.dtype), second.y.astype(first.dtype)], axis=n_axis)
+    M, N = first.x.shape[0], first.y.shape[n_axis]
     if first.x is second.x:
-        if not PAIRN:
-            return dot(*first), dot(*second)
-        N = first.y.shape[1]
-        both = dot(first.x, jnp.concatenate([first.y, second.y], axis=1), contract, dtype)
+        both = dot(first.x, right, first.contract, first.dtype)
         return both[:, :N], both[:, N:]
-    if not PAIR:
+    if M > LARGEST_FUSED:
         return dot(*first), dot(*second)
-    if first.x.shape[1] > 128:
-        return dot(*first), dot(*second)
-    M = first.x.shape[0]
-    x1, x2, y1, y2 = (x.astype(dtype) for x in (first.x, second.x, first.y, second.y))
-    x = jnp.concatenate([_beside(x1, jnp.zeros_like(x1)), _beside(jnp.zeros_like(x2), x2)])
-    y = jnp.concatenate([y1, y2], axis=contract.split(",")[1].index("k"))
-    both = dot(x, y, contract, dtype)
-    return both[:M], both[M:]
-
-
-def _beside(x, y):
-    return jnp.concatenate([x, y], axis=1)
+    both = dot(jnp.concatenate([first.x, second.x]), right, first.contract, first.dtype)
+    return both[:M, :N], both[M:, N:]

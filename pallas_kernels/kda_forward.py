@@ -8,7 +8,7 @@ With S the state entering a chunk, E the decay from the chunk's start to each ro
     S+ = E_C S + (K F)^T (b U)
 
 The state and U are held transposed, [V, K] and [V, C]: then the decay of a channel lies along lanes, b is a row, and
-no product needs a transposed left operand but V itself.
+V is the only operand that has to be transposed.
 """
 
 import functools
@@ -69,14 +69,13 @@ def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, o
         return pl.BlockSpec((1, CHUNK, width), lambda b, j, n: (b, n, group(j)))
 
     qk_spec = tokens(qk_heads * K, lambda j: j * heads * H // J // qk_heads)
-    state_spec = pl.BlockSpec((1, heads, V, K), lambda b, j, n: (b, j, 0, 0))
     inputs = {
         "q": (q_BTX, qk_spec),
         "k": (k_BTX, qk_spec),
         "v": (v_BTX, tokens(heads * V)),
         "g": (g_BTX, tokens(heads * K)),
         "beta": (beta_BJT[:, :, None], pl.BlockSpec((1, heads, 1, CHUNK), lambda b, j, n: (b, j, 0, n))),
-        "state": (state_BJVK, state_spec),
+        "state": (state_BJVK, pl.BlockSpec(memory_space=pl.ANY)),
     }
     if slope_X is not None:
         inputs["slope"] = (slope_X, pl.BlockSpec((1, heads * K), lambda b, j, n: (0, j)))
@@ -86,26 +85,30 @@ def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, o
         inputs["run_row"] = (run_BT[:, None], pl.BlockSpec((1, 1, CHUNK), lambda b, j, n: (b, 0, n)))
         inputs["run_column"] = (run_BT[..., None], pl.BlockSpec((1, CHUNK, 1), lambda b, j, n: (b, n, 0)))
         inputs["edges"] = (edges_BN2, pl.BlockSpec(memory_space=pltpu.SMEM))
+    # Inside shard_map outputs vary over the devices that v varies over; all inputs have to.
+    shape = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(v_BTX).manual_axis_type)
     outputs = {
-        "o": (jax.ShapeDtypeStruct(v_BTX.shape, v_BTX.dtype), tokens(heads * V)),
-        "final_state": (jax.ShapeDtypeStruct(state_BJVK.shape, jnp.float32), state_spec),
+        "o": (shape(v_BTX.shape, v_BTX.dtype), tokens(heads * V)),
+        "final_state": (
+            shape(state_BJVK.shape, jnp.float32),
+            pl.BlockSpec((1, heads, V, K), lambda b, j, n: (b, j, 0, 0)),
+        ),
     }
     if save_states:
-        for name, shape in {"states": (V, K), "u": (V, CHUNK), "scores": (CHUNK, 2 * CHUNK)}.items():
-            saved = jax.ShapeDtypeStruct((B, N, J, *shape), dtype)
-            outputs[name] = (saved, pl.BlockSpec((1, 1, heads, *shape), lambda b, j, n: (b, n, j, 0, 0)))
+        for name, sizes in {"states": (V, K), "u": (V, CHUNK), "scores": (CHUNK, 2 * CHUNK)}.items():
+            spec = pl.BlockSpec((1, 1, heads, *sizes), lambda b, j, n: (b, n, j, 0, 0))
+            outputs[name] = (shape((B, N, J, *sizes), dtype), spec)
 
     def kernel(*refs):
-        ref = dict(zip([*inputs, *outputs], refs[:-1], strict=True))
-        _program(ref, refs[-1], qk_heads, heads, options, dtype)
+        ref = dict(zip([*inputs, *outputs], refs, strict=True))
+        _program(ref, qk_heads, heads, options, dtype)
 
     outs = pl.pallas_call(
         kernel,
         grid=(B, J // heads, N),
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in outputs.values()],
-        out_shape=[shape for shape, _ in outputs.values()],
-        scratch_shapes=[pltpu.VMEM((heads, V, K), jnp.float32)],
+        out_shape=[x for x, _ in outputs.values()],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=options.interpret,
         name="kda_forward",
@@ -119,15 +122,15 @@ def heads_per_program(H, J):
     return max(p for p in range(1, 9) if J % p == 0 and (p % r == 0 or r % p == 0))
 
 
-def _program(ref, state_scratch, qk_heads, heads, options: Options, dtype):
-    n = pl.program_id(2)
+def _program(ref, qk_heads, heads, options: Options, dtype):
+    state_JVK = ref["final_state"].at[0]  # the block stays in VMEM over all chunks: the running state itself
+
+    b, j, n = (pl.program_id(axis) for axis in range(3))
 
     @pl.when(n == 0)
     def _():
-        state_scratch[...] = ref["state"][0]
+        pltpu.sync_copy(ref["state"].at[b, pl.ds(j * heads, heads)], state_JVK)
 
-    if "states" in ref:
-        ref["states"][0, 0] = state_scratch[...].astype(ref["states"].dtype)
     constants = {}
 
     def constant(key, make):
@@ -136,32 +139,36 @@ def _program(ref, state_scratch, qk_heads, heads, options: Options, dtype):
         return constants[key]
 
     kda_chunk.side_by_side(
-        [_chunk_of_head(ref, state_scratch, h, h * qk_heads // heads, options, dtype, constant) for h in range(heads)]
+        [_chunk_of_head(ref, state_JVK, h, h * qk_heads // heads, options, dtype, constant) for h in range(heads)]
     )
-
-    @pl.when(n == pl.num_programs(2) - 1)
-    def _():
-        ref["final_state"][0] = state_scratch[...]
 
 
 def head_inputs(ref, h, qk_h, options: Options):
     """q (scaled), k, g (base 2) of a head in float32, normalised and gated where the options say so."""
-    K = ref["state"].shape[-1]
+    K = ref["final_state"].shape[-1]
 
     def head(name, h):
         return ref[name][0, :, h * K : (h + 1) * K].astype(jnp.float32)
 
     q_CK, k_CK, g_CK = head("q", qk_h), head("k", qk_h), head("g", h)
-    if options.norm_eps is not None:
-        q_CK, k_CK = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + options.norm_eps) for x in (q_CK, k_CK))
-    if options.lower_bound is not None:
-        g_CK = options.lower_bound * jax.nn.sigmoid(ref["slope"][:, h * K : (h + 1) * K] * g_CK)
-    # Sums of g must stay finite; exp is 0 long before this floor.
-    return q_CK * options.scale, k_CK, jnp.maximum(g_CK, -1e6) * LOG2_E
+    if options.norm_eps is None:
+        q_CK = q_CK * options.scale
+    else:
+        q_CK, k_CK = _unit(q_CK, options.norm_eps, options.scale), _unit(k_CK, options.norm_eps, 1.0)
+    if options.lower_bound is None:
+        # Sums of g must stay finite; exp is 0 long before this floor.
+        return q_CK, k_CK, jnp.maximum(g_CK, -1e6) * LOG2_E
+    slope_1K = ref["slope"][:, h * K : (h + 1) * K] * -LOG2_E
+    return q_CK, k_CK, (options.lower_bound * LOG2_E) / (1.0 + jnp.exp2(slope_1K * g_CK))
 
 
-def _chunk_of_head(ref, state_scratch, h, qk_h, options: Options, dtype, constant):
-    V = state_scratch.shape[1]
+def _unit(x_CK, eps, length):
+    """Rows scaled to a length."""
+    return x_CK * jax.lax.rsqrt(jnp.sum(x_CK * x_CK, axis=1, keepdims=True) * length**-2 + eps * length**-2)
+
+
+def _chunk_of_head(ref, state_JVK, h, qk_h, options: Options, dtype, constant):
+    V = state_JVK.shape[1]
     product = functools.partial(Product, dtype=dtype)
     q_CK, k_CK, g_CK = head_inputs(ref, h, qk_h, options)
     beta_1C = ref["beta"][0, h]
@@ -182,7 +189,9 @@ def _chunk_of_head(ref, state_scratch, h, qk_h, options: Options, dtype, constan
         whole_1K = jnp.where(before == last, whole_1K, 0.0)
     inverse_CC = yield from kda_chunk.unit_lower_inverse(kk_CC, beta_1C, dtype)
 
-    state_VK = state_scratch[h]
+    state_VK = state_JVK[h]
+    if "states" in ref:
+        ref["states"][0, 0, h] = state_VK.astype(dtype)
     v_VC = ref["v"][0, :, h * V : (h + 1) * V].astype(jnp.float32).T
     expected_VC = yield product(state_VK, k_start_CK, "mk,nk")
     u_VC = yield product(v_VC - reads_1C * expected_VC, inverse_CC, "mk,nk")
@@ -193,7 +202,7 @@ def _chunk_of_head(ref, state_scratch, h, qk_h, options: Options, dtype, constan
     o_CV = yield product(reads_CX, read_VX, "mk,nk")
     ref["o"][0, :, h * V : (h + 1) * V] = o_CV.astype(ref["o"].dtype)
     written_VK = yield product(u_VC * writes_1C, k_end_CK, "mk,kn")
-    state_scratch[h] = whole_1K * state_VK + written_VK
+    state_JVK[h] = whole_1K * state_VK + written_VK
 
 
 def _beside(x, y, dtype):
