@@ -21,6 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kda_chunk
 from pallas_kernels.kda_chunk import CHUNK, LOG2_E, Product
+from pallas_kernels.kda_documents import documents_of_chunk, run_rows
+from pallas_kernels.manual_axes import output_like, varying_alike
 
 
 class Options(NamedTuple):
@@ -80,13 +82,9 @@ def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, o
     if slope_X is not None:
         inputs["slope"] = (slope_X, pl.BlockSpec((1, heads * K), lambda b, j, n: (0, j)))
     if run_BT is not None:
-        before_BT = jnp.pad(run_BT[:, :-1], [(0, 0), (1, 0)])
-        edges_BN2 = jnp.stack([before_BT[:, ::CHUNK], run_BT[:, CHUNK - 1 :: CHUNK]], axis=-1)
-        inputs["run_row"] = (run_BT[:, None], pl.BlockSpec((1, 1, CHUNK), lambda b, j, n: (b, 0, n)))
-        inputs["run_column"] = (run_BT[..., None], pl.BlockSpec((1, CHUNK, 1), lambda b, j, n: (b, n, 0)))
-        inputs["edges"] = (edges_BN2, pl.BlockSpec(memory_space=pltpu.SMEM))
-    # Inside shard_map outputs vary over the devices that v varies over; all inputs have to.
-    shape = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(v_BTX).manual_axis_type)
+        inputs["run_rows"] = (run_rows(run_BT), pl.BlockSpec((1, 2, CHUNK), lambda b, j, n: (b, 0, n)))
+    inputs = {name: (varying_alike((x, v_BTX))[0], spec) for name, (x, spec) in inputs.items()}
+    shape = functools.partial(output_like, v_BTX)
     outputs = {
         "o": (shape(v_BTX.shape, v_BTX.dtype), tokens(heads * V)),
         "final_state": (
@@ -131,6 +129,7 @@ def _program(ref, qk_heads, heads, options: Options, dtype):
     def _():
         pltpu.sync_copy(ref["state"].at[b, pl.ds(j * heads, heads)], state_JVK)
 
+    documents = documents_of_chunk(ref["run_rows"][0]) if "run_rows" in ref else None
     constants = {}
 
     def constant(key, make):
@@ -139,7 +138,10 @@ def _program(ref, qk_heads, heads, options: Options, dtype):
         return constants[key]
 
     kda_chunk.side_by_side(
-        [_chunk_of_head(ref, state_JVK, h, h * qk_heads // heads, options, dtype, constant) for h in range(heads)]
+        [
+            _chunk_of_head(ref, state_JVK, h, h * qk_heads // heads, options, dtype, constant, documents)
+            for h in range(heads)
+        ]
     )
 
 
@@ -167,7 +169,7 @@ def _unit(x_CK, eps, length):
     return x_CK * jax.lax.rsqrt(jnp.sum(x_CK * x_CK, axis=1, keepdims=True) * length**-2 + eps * length**-2)
 
 
-def _chunk_of_head(ref, state_JVK, h, qk_h, options: Options, dtype, constant):
+def _chunk_of_head(ref, state_JVK, h, qk_h, options: Options, dtype, constant, documents):
     V = state_JVK.shape[1]
     product = functools.partial(Product, dtype=dtype)
     q_CK, k_CK, g_CK = head_inputs(ref, h, qk_h, options)
@@ -178,15 +180,12 @@ def _chunk_of_head(ref, state_JVK, h, qk_h, options: Options, dtype, constant):
         q_CK, k_CK, g_CK, floor, dtype, constant
     )
     reads_1C, writes_1C = 1.0, beta_1C
-    if "edges" in ref:
-        b, n = pl.program_id(0), pl.program_id(2)
-        before, last = ref["edges"][b, n, 0], ref["edges"][b, n, 1]
-        run_1C, run_C1 = ref["run_row"][0], ref["run_column"][0]
-        same_CC = run_1C == run_C1
-        qk_CC, kk_CC = jnp.where(same_CC, qk_CC, 0.0), jnp.where(same_CC, kk_CC, 0.0)
-        q_start_CK = jnp.where(run_C1 == before, q_start_CK, 0.0)
-        reads_1C, writes_1C = jnp.where(run_1C == before, 1.0, 0.0), jnp.where(run_1C == last, beta_1C, 0.0)
-        whole_1K = jnp.where(before == last, whole_1K, 0.0)
+    if documents is not None:
+        qk_CC, kk_CC = jnp.where(documents.same_CC, qk_CC, 0.0), jnp.where(documents.same_CC, kk_CC, 0.0)
+        q_start_CK = jnp.where(documents.starts_C1, q_start_CK, 0.0)
+        reads_1C = jnp.where(documents.starts_1C, 1.0, 0.0)
+        writes_1C = jnp.where(documents.ends_1C, beta_1C, 0.0)
+        whole_1K = jnp.where(documents.whole_11, whole_1K, 0.0)
     inverse_CC = yield from kda_chunk.unit_lower_inverse(kk_CC, beta_1C, dtype)
 
     state_VK = state_JVK[h]
