@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kda_backward import backward
 from pallas_kernels.kda_chunk import CHUNK
+from pallas_kernels.kda_documents import document_numbers
 from pallas_kernels.kda_forward import Options, forward
 from pallas_kernels.kda_gradient import Saved
 from pallas_kernels.manual_axes import varying_alike
@@ -125,13 +126,6 @@ def kda(
     o_BTX, final_state_BJVK = _kda(*varying_alike((inputs, run_BT)), options)
     o_BTJV = o_BTX.reshape(B, -1, J, o_BTX.shape[-1] // J)[:, :T, :, :V]
     return Output(o_BTJV.astype(v_BTJV.dtype), jnp.swapaxes(final_state_BJVK[:, :, :V, :K], 2, 3))
-
-
-def document_numbers(segment_ids_BT):
-    """int32 number of each token's document, 0 for the first of a row; padding carries on the one before it."""
-    changed_BT = segment_ids_BT != jnp.pad(segment_ids_BT[:, :-1], [(0, 0), (1, 0)])
-    starts_BT = jnp.cumsum((segment_ids_BT != 0) & changed_BT, axis=1, dtype=jnp.int32)
-    return jnp.maximum(starts_BT - 1, 0)
 
 
 def _padded(x, multiples, **mode):

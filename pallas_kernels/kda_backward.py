@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kda_blocks, kda_levels
 from pallas_kernels.kda_chunk import CHUNK, LOG2_E
+from pallas_kernels.kda_documents import documents_of_chunk, run_rows
 from pallas_kernels.kda_forward import Options, heads_per_program
 from pallas_kernels.kda_gradient import Saved, chunk_gradient
 from pallas_kernels.manual_axes import output_like, varying_alike
@@ -74,12 +75,7 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
     if slope_X is not None:
         inputs["slope"] = (slope_X, pl.BlockSpec((1, heads * K), lambda b, j, n: (0, j)))
     if run_BT is not None:
-        before_BT = jnp.pad(run_BT[:, :-1], [(0, 0), (1, 0)])
-        edges_BN2 = jnp.stack([before_BT[:, ::CHUNK], run_BT[:, CHUNK - 1 :: CHUNK]], axis=-1)
-        inputs["run_row"] = (run_BT[:, None], pl.BlockSpec((1, 1, CHUNK), lambda b, j, n: (b, 0, N - 1 - n)))
-        inputs["run_column"] = (run_BT[..., None], pl.BlockSpec((1, CHUNK, 1), lambda b, j, n: (b, N - 1 - n, 0)))
-        inputs["edges"] = (edges_BN2, pl.BlockSpec(memory_space=pltpu.SMEM))
-
+        inputs["run_rows"] = (run_rows(run_BT), pl.BlockSpec((1, 2, CHUNK), lambda b, j, n: (b, 0, N - 1 - n)))
     inputs = {name: (varying_alike((x, do_BTX))[0], spec) for name, (x, spec) in inputs.items()}
 
     def like(x, width):
@@ -125,9 +121,12 @@ def _program(ref, dstate_scratch, qk_heads, heads, scheme, options: Options):
         if "dslope" in ref:
             ref["dslope"][...] = jnp.zeros_like(ref["dslope"])
 
+    documents = documents_of_chunk(ref["run_rows"][0]) if "run_rows" in ref else None
     # The compiler's scheduler keeps close to the order it is given: heads written one behind the other would wait for
     # their own products one behind the other. So every head goes a stage, then every head the next.
-    works = [_chunk_of_head(ref, dstate_scratch, h, h * qk_heads // heads, scheme, options) for h in range(heads)]
+    works = [
+        _chunk_of_head(ref, dstate_scratch, h, h * qk_heads // heads, scheme, documents, options) for h in range(heads)
+    ]
     for _ in itertools.zip_longest(*works):
         pass
 
@@ -136,7 +135,7 @@ def _program(ref, dstate_scratch, qk_heads, heads, scheme, options: Options):
         ref["dstate"][0] = dstate_scratch[...]
 
 
-def _chunk_of_head(ref, dstate_scratch, h, qk_h, scheme, options: Options):
+def _chunk_of_head(ref, dstate_scratch, h, qk_h, scheme, documents, options: Options):
     V, K = dstate_scratch.shape[1:]
     channels, values = slice(h * K, (h + 1) * K), slice(h * V, (h + 1) * V)
     do_CV = ref["do"][0, :, values]
@@ -150,16 +149,11 @@ def _chunk_of_head(ref, dstate_scratch, h, qk_h, scheme, options: Options):
         g_CK = options.lower_bound * jax.nn.sigmoid(slope_1K * z_CK)
     beta_1C = ref["beta"][0, h]
     factors = scheme.decays(jnp.maximum(g_CK, -1e6) * LOG2_E, ref["sums"][...], options.decay_floor, parts)
-    same_CC = None
-    if "edges" in ref:
-        b, n = pl.program_id(0), pl.num_programs(2) - 1 - pl.program_id(2)
-        before, last = ref["edges"][b, n, 0], ref["edges"][b, n, 1]
-        run_1C, run_C1 = ref["run_row"][0], ref["run_column"][0]
-        same_CC = run_1C == run_C1
+    if documents is not None:
         factors = factors._replace(
-            from_start=jnp.where(run_C1 == before, factors.from_start, 0.0),
-            to_end=jnp.where(run_C1 == last, factors.to_end, 0.0),
-            whole=jnp.where(before == last, factors.whole, 0.0),
+            from_start=jnp.where(documents.starts_C1, factors.from_start, 0.0),
+            to_end=jnp.where(documents.ends_C1, factors.to_end, 0.0),
+            whole=jnp.where(documents.whole_11, factors.whole, 0.0),
         )
     yield
     saved = Saved(ref["state"][0, 0, h], ref["u"][0, 0, h], ref["scores"][0, 0, h])
@@ -174,7 +168,7 @@ def _chunk_of_head(ref, dstate_scratch, h, qk_h, scheme, options: Options):
         factors,
         scheme,
         ref["spread"][...],
-        same_CC,
+        None if documents is None else documents.same_CC,
     )
     dstate_scratch[h] = grads.dstate_VK
 

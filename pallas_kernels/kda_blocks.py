@@ -26,8 +26,8 @@ class Decays(NamedTuple):
     from_start: jax.Array  # [C, K] from before the chunk's first row to after each row
     to_end: jax.Array  # [C, K] from after each row to the chunk's end
     whole: jax.Array  # [1, K]
-    row: jax.Array  # [C, K] from before the block to after the row, times exp(shift)
-    column: jax.Array  # [C, K] from after the row to the block's end, times exp(-shift)
+    row: jax.Array  # [C, K] from before the block to after the row, times a constant
+    column: jax.Array  # [C, K] from after the row to the block's end, over the constant
     inverse: jax.Array  # [C, K] 1 / row
     totals: list[jax.Array]  # [1, K] of each block
 
@@ -59,7 +59,7 @@ def decays(g_CK, sums_XY, floor: float, parts: int) -> Decays:
     C = g_CK.shape[0]
     blocks = range(C // BLOCK)
     sums = exact_dot(sums_XY, g_CK, parts)
-    shift = -0.5 * BLOCK * floor * LOG2_E
+    shift = round(-0.5 * BLOCK * floor * LOG2_E)  # whole, so that multiplying by it is exact
     before, column = jnp.exp2(sums[:C]), jnp.exp2(sums[C:])
     totals = [before[b * BLOCK + BLOCK - 1 : (b + 1) * BLOCK] for b in blocks]
     starts, ends = [jnp.ones_like(totals[0])], [jnp.ones_like(totals[0])]
@@ -68,7 +68,7 @@ def decays(g_CK, sums_XY, floor: float, parts: int) -> Decays:
         ends.append(ends[-1] * totals[-1 - b])
     from_start = jnp.concatenate([_block(before, b) * starts[b] for b in blocks])
     to_end = jnp.concatenate([_block(column, b) * ends[-2 - b] for b in blocks])
-    row, inverse = before * 2.0**shift, jnp.exp2(-shift - sums[:C])
+    row, inverse = before * 2.0**shift, jnp.exp2(-sums[:C]) * 2.0**-shift
     return Decays(from_start, to_end, starts[-1], row, column * 2.0**-shift, inverse, totals)
 
 
