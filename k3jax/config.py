@@ -70,7 +70,7 @@ class ModelConfig:
 
     # How it is computed; the parameters are the same whatever these say.
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16, on CPU float32
-    kda_implementation: Literal["auto", "recurrent", "chunked"] = "auto"
+    kda_implementation: Literal["auto", "recurrent", "chunked", "pallas"] = "auto"
     layer_loop: Literal["scan", "unroll"] = "scan"  # unroll traces each layer, for debugging
     remat: Literal["none", "layer", "dots"] = "layer"  # see models.kimi_k3.REMAT_POLICIES
 

@@ -54,6 +54,7 @@ class KDA(nn.Module):
         o_BTJV, _ = kda(
             q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ,
             segment_ids_BT=segment_ids_BT, implementation=c.kda_implementation,
+            decay_floor=c.kda_decay_lower_bound if c.kda_decay == "bounded" else None,
         )  # fmt: skip
 
         if c.kda_output_gate == "full_rank":

@@ -8,6 +8,8 @@ A state S [K, V] a value head maps keys to values. Each token, with log decay g,
     o  = S^T (scale q)                   read AFTER the write
 """
 
+import functools
+import logging
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -17,10 +19,14 @@ from k3jax.ops import kda_token
 from k3jax.ops.kda_chunked import chunked
 from k3jax.ops.kda_recurrent import recurrent
 from k3jax.ops.varying import varying_like
+from pallas_kernels.kda import kda as kernel_kda
+from pallas_kernels.kda_chunk import CHUNK as KERNEL_CHUNK
 
-Implementation = Literal["auto", "recurrent", "chunked"]
+Implementation = Literal["auto", "recurrent", "chunked", "pallas"]
 # Measured on CPU, heads of 32 to 128 channels: 32 is 5% to 25% faster than 64, 16 is slower again.
 DEFAULT_CHUNK_SIZE = 32
+
+_log = logging.getLogger(__name__)
 
 
 class KDAOutput(NamedTuple):
@@ -51,6 +57,7 @@ def kda(
     segment_ids_BT: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: Implementation = "auto",
+    decay_floor: float | None = None,
 ) -> KDAOutput:
     """Kimi Delta Attention over whole sequences; differentiable in every array, both states included.
 
@@ -72,10 +79,14 @@ def kda(
           state wherever the id changes, and after padding even if the id repeats. Padding reads 0 and leaves
           the state untouched. None means one document a row and no padding.
         chunk_size: tokens a chunk, a power of two; None means 32. The recurrent form uses it only to bound
-          memory.
+          memory; the Pallas kernels have 128 and take no other.
         implementation: "recurrent" scans token by token (the reference); "chunked" uses matrix products inside
-          chunks and a custom gradient that keeps the inputs and a state a chunk; "auto" is chunked, or
-          recurrent for a single token.
+          chunks and a custom gradient that keeps the inputs and a state a chunk; "pallas" is the same in TPU
+          kernels, compiled where the program is lowered for TPU and interpreted, slowly, where for CPU; "auto" is
+          recurrent for a single token, else pallas on TPU where it serves the call, else chunked, and logs which
+          and why, once.
+        decay_floor: a promise that no g is below it (the bounded gate's bound). Down to -5.3 the Pallas kernels
+          have a cheaper form for it; the others are the same with and without. A broken promise gives wrong numbers.
 
     Returns:
         KDAOutput: o_BTJV in v's dtype; final_state_BJKV after the last non-padding token, float32 or wider
@@ -83,7 +94,8 @@ def kda(
 
     Raises:
         ValueError: shapes that do not fit together, T = 0, an unknown implementation, a chunk size that is not
-          a power of two.
+          a power of two or not the kernels', float64 with pallas.
+        NotImplementedError: when pallas is lowered for another platform than TPU and CPU.
 
     Source: spec §2.3, §2.4, §2.7.
     """
@@ -91,17 +103,35 @@ def kda(
     if implementation not in get_args(Implementation):
         valid = ", ".join(get_args(Implementation))
         raise ValueError(f"kda: implementation is {implementation!r}; use one of {valid}")
+    dtype = jnp.result_type(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, jnp.float32)
+    if initial_state_BJKV is not None:
+        dtype = jnp.promote_types(dtype, initial_state_BJKV.dtype)
+    if implementation == "auto":
+        implementation = _choose(v_BTJV.shape[1], dtype, chunk_size)
+    if implementation == "pallas":
+        if chunk_size not in (None, KERNEL_CHUNK):
+            raise ValueError(f"kda: chunk_size is {chunk_size}; the Pallas kernels have {KERNEL_CHUNK}: leave it None")
+        out = kernel_kda(
+            q_BTHK,
+            k_BTHK,
+            v_BTJV,
+            g_BTJK,
+            beta_BTJ,
+            scale=scale,
+            initial_state_BJKV=initial_state_BJKV,
+            segment_ids_BT=segment_ids_BT,
+            decay_floor=decay_floor,
+        )
+        return KDAOutput(*out)
     chunk_size = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
     if not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"kda: chunk_size is {chunk_size!r}; use a power of two, 32 or 64")
-    B, T, J, V = v_BTJV.shape
+    B, _, J, V = v_BTJV.shape
     K = q_BTHK.shape[-1]
     scale = K**-0.5 if scale is None else float(scale)
-    dtype = jnp.result_type(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, jnp.float32)
     if initial_state_BJKV is None:
         state_BJKV = jnp.zeros((B, J, K, V), dtype)
     else:
-        dtype = jnp.promote_types(dtype, initial_state_BJKV.dtype)
         state_BJKV = initial_state_BJKV.astype(dtype)
     state_BJKV = varying_like(state_BJKV, q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ)
 
@@ -112,7 +142,7 @@ def kda(
         q_BTHK, k_BTHK, v_BTJV, g_BTJK = (jnp.where(token_BT11, x, 0) for x in (q_BTHK, k_BTHK, v_BTJV, g_BTJK))
         beta_BTJ = jnp.where(token_BT11[..., 0], beta_BTJ, 0)
 
-    form = recurrent if implementation == "recurrent" or (implementation == "auto" and T == 1) else chunked
+    form = recurrent if implementation == "recurrent" else chunked
     o_BTJV, final_state_BJKV = form(q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ, state_BJKV, run_BT, scale, chunk_size)
     return KDAOutput(o_BTJV.astype(v_BTJV.dtype), final_state_BJKV)
 
@@ -155,6 +185,30 @@ def kda_step(
     v, g_BJK, beta_BJ, state_BJKV = (x.astype(dtype) for x in (v_BJV, g_BJK, beta_BJ, state_BJKV))
     o_BJV, state_BJKV = kda_token.update(scale * q_BJK, k_BJK, v, g_BJK, beta_BJ, state_BJKV)
     return KDAOutput(o_BJV.astype(v_BJV.dtype), state_BJKV)
+
+
+def _choose(T: int, dtype, chunk_size: int | None) -> Implementation:
+    """What "auto" is for this call."""
+    if T == 1:
+        return "recurrent"
+    # The device of the mesh that the program is traced for, if one is named, else the process's.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    if platform != "tpu":
+        choice, why = "chunked", f"on {platform} XLA's products in chunks are the fastest form"
+    elif dtype != jnp.float32:
+        choice, why = "chunked", f"the Pallas kernels know no {dtype}"
+    elif chunk_size not in (None, KERNEL_CHUNK):
+        choice, why = "chunked", f"chunk_size is {chunk_size} and the Pallas kernels have {KERNEL_CHUNK}"
+    else:
+        choice, why = "pallas", "on TPU the Pallas kernels are the fastest form"
+    _log_choice(choice, why)
+    return choice
+
+
+@functools.cache
+def _log_choice(choice: str, why: str) -> None:
+    _log.info("kda: implementation %s: %s", choice, why)
 
 
 def _runs(segment_ids_BT):

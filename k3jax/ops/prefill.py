@@ -29,6 +29,7 @@ def kda_prefill(
     segment_ids_BT: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: Implementation = "auto",
+    decay_floor: float | None = None,
 ) -> KDAPrefill:
     """`kda`, and the state after every block of tokens: what a cache of prefixes stores beside the blocks of MLA.
 
@@ -39,7 +40,7 @@ def kda_prefill(
     Args:
         q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ: as `kda` takes them.
         block_size: tokens between two states, >= 1; a multiple of the chunk wastes no work.
-        scale, initial_state_BJKV, segment_ids_BT, chunk_size, implementation: as `kda` takes them.
+        scale, initial_state_BJKV, segment_ids_BT, chunk_size, implementation, decay_floor: as `kda` takes them.
 
     Returns:
         KDAPrefill: o_BTJV and final_state_BJKV as `kda` returns them; block_states_BNJKV[:, n] is the state after the
@@ -53,7 +54,9 @@ def kda_prefill(
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"kda_prefill: block_size is {block_size!r}; use a positive number of tokens, 64 or 512 say")
     arrays_BT = q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ
-    options = {"scale": scale, "chunk_size": chunk_size, "implementation": implementation}
+    options = {
+        "scale": scale, "chunk_size": chunk_size, "implementation": implementation, "decay_floor": decay_floor,
+    }  # fmt: skip
     B, T, J, V = v_BTJV.shape
     dtype = jnp.result_type(*arrays_BT, jnp.float32)
     if initial_state_BJKV is None:

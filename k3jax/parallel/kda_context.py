@@ -32,13 +32,14 @@ def context_kda(
     segment_ids_BT: jax.Array | None = None,
     chunk_size: int | None = None,
     implementation: Implementation = "auto",
+    decay_floor: float | None = None,
 ) -> KDAOutput:
     """`kda` on this rank's consecutive T tokens of sequences that lie over a mesh axis.
 
     Args:
         q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ: this rank's tokens, as `kda` takes them; rank 0 holds the first ones.
         axis_name: mesh axis over the sequence.
-        scale, chunk_size, implementation: as `kda` takes them.
+        scale, chunk_size, implementation, decay_floor: as `kda` takes them.
         initial_state_BJKV: state before the first token of rank 0, the same on every rank; None means zeros.
         segment_ids_BT: this rank's ids; a document may span any number of ranks. An id that goes on across a boundary
           is the same document.
@@ -71,7 +72,7 @@ def context_kda(
     start_BJKX = jnp.concatenate([jnp.zeros((B, J, K, V), wide), identity_BJKK], axis=-1)
     o_BTJX, pair_BJKX = kda(
         q_BTHK, k_BTHK, values_BTJX, g_BTJK, beta_BTJ, scale=scale, initial_state_BJKV=start_BJKX,
-        segment_ids_BT=segment_ids_BT, chunk_size=chunk_size, implementation=implementation,
+        segment_ids_BT=segment_ids_BT, chunk_size=chunk_size, implementation=implementation, decay_floor=decay_floor,
     )  # fmt: skip
 
     entering_BJKV = state_BJKV

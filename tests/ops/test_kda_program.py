@@ -126,7 +126,7 @@ def test_wrong_arrays_are_named(changes, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"implementation": "fast"}, "'fast'; use one of auto, recurrent, chunked"),
+        ({"implementation": "fast"}, "'fast'; use one of auto, recurrent, chunked, pallas"),
         ({"chunk_size": 48}, "chunk_size is 48; use a power of two"),
         ({"chunk_size": 0}, "chunk_size is 0; use a power of two"),
         ({"segment_ids_BT": np.ones((1, 5), np.int32)}, r"segment_ids has shape \(1, 5\)"),
