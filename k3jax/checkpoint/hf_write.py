@@ -222,33 +222,34 @@ def _make(places: list[_Place], source: Source, rule: mxfp4.ScaleRule, advance: 
         tensor = place.piece.tensor
         leaves.setdefault(tensor.path, {}).setdefault(tensor.index, []).append(place)
     for path, parts in leaves.items():
-        lead = len(next(iter(parts)))
-        for index, first in _reads(source.leaves[path], lead):
+        for index, keys in _reads(source.leaves[path], len(next(iter(parts)))):
+            if not any(key in parts for key in keys):
+                continue
             values = source.read(path, index)
-            for at in np.ndindex(*values.shape[: max(lead - 2, 0)]):
-                key = index[:lead] if lead < 3 else (*index[:2], first + at[0])
-                for place in _pairs(parts[key]):
-                    _convert(place, values[at], rule, advance)
-            del values
+            for i, key in enumerate(keys):
+                for pair in _pairs(parts.get(key, [])):
+                    _convert(pair, values[i] if len(key) == 3 else values, rule, advance)
+            del values  # before the next is read
 
 
-def _reads(leaf: Leaf, lead: int) -> Iterator[tuple[Index, int]]:
-    """Indices that cover a leaf a layer at a time, and experts as many at a time as a stored chunk holds."""
+def _reads(leaf: Leaf, lead: int) -> Iterator[tuple[Index, list[tuple[int, ...]]]]:
+    """Indices that cover a leaf a layer at a time, experts as many as a stored chunk holds; and the parts in each."""
     if lead == 0:
-        yield (), 0
+        yield (), [()]
         return
     for block, repeat in np.ndindex(*leaf.shape[:2]):
         if lead == 2:
-            yield (block, repeat), 0
+            yield (block, repeat), [(block, repeat)]
             continue
         step = leaf.chunks[2] if leaf.chunks is not None else 1
         for first in range(0, leaf.shape[2], step):
-            yield (block, repeat, slice(first, min(first + step, leaf.shape[2]))), first
+            experts = range(first, min(first + step, leaf.shape[2]))
+            yield (block, repeat, slice(first, experts.stop)), [(block, repeat, expert) for expert in experts]
 
 
 def _pairs(places: list[_Place]) -> list[list[_Place]]:
     """Elements and scales belong together; anything else is alone."""
-    return [places] if places[0].piece.role != "values" else [[place] for place in places]
+    return [[place] for place in places] if all(x.piece.role == "values" for x in places) else [places]
 
 
 def _convert(places: list[_Place], part: np.ndarray, rule: mxfp4.ScaleRule, advance: Advance) -> None:
@@ -261,9 +262,9 @@ def _convert(places: list[_Place], part: np.ndarray, rule: mxfp4.ScaleRule, adva
     slab = max(1, step // max(1, columns * turned.dtype.itemsize))
     scale = None if piece.scale is None else read(piece.scale)
     for first in range(0, turned.shape[0], slab):
-        rows = np.ascontiguousarray(turned[first : first + slab])
+        rows = turned[first : first + slab]
         if as_values:
-            arrays = [rows.astype(DTYPES[piece.dtype], copy=False)]
+            arrays = [rows.astype(DTYPES[piece.dtype], order="C", copy=False)]
         else:
             try:
                 arrays = list(mxfp4.encode(rows, rule, None if scale is None else scale[first : first + slab]))

@@ -93,7 +93,7 @@ def encode(values: np.ndarray, rule: ScaleRule = "floor", stored_scale: np.ndarr
     """
     if values.shape[-1] % BLOCK:
         raise ValueError(f"{values.shape[-1]} input columns do not divide into blocks of {BLOCK}")
-    blocks = values.astype(np.float32).reshape(*values.shape[:-1], -1, BLOCK)
+    blocks = values.astype(np.float32, order="C", copy=False).reshape(*values.shape[:-1], -1, BLOCK)
     if not np.isfinite(blocks).all():
         raise ValueError("a value is not finite, and MXFP4 has none that is not")
     mantissa, exponent = np.frexp(np.max(np.abs(blocks), axis=-1))

@@ -106,6 +106,26 @@ def test_unpacked_and_packed_again(tmp_path, k3):
     assert "mxfp4-pack-quantized" in (tmp_path / "packed" / "config.json").read_text()
 
 
+def test_experts_packed_in_some_layers_and_not_in_others(tmp_path):
+    stored = k3_tensors()
+    plain = [name.removesuffix("_packed") for name in stored if ".layers.4." in name and name.endswith("_packed")]
+    for name in plain:
+        values = mxfp4.decode(stored.pop(f"{name}_packed"), stored.pop(f"{name}_scale"))
+        stored[name] = values.astype(ml_dtypes.bfloat16)
+    source = open_released(write_k3(tmp_path / "k3", stored))
+    for experts, suffixes in (("mxfp4", ("_packed", "_scale")), ("unpacked", ("",))):
+        export(tmp_path / experts, source, experts=experts)
+        got = all_tensors(tmp_path / experts)
+        kept = {name: x for name, x in stored.items() if name in got}
+        assert_same_tensors({name: got[name] for name in kept}, kept)
+        assert {name for name in got if name not in kept and name.startswith(tuple(plain))} == (
+            {name + suffix for name in plain for suffix in suffixes} - kept.keys()
+        )
+        again = open_released(tmp_path / experts)
+        for path in source.leaves:
+            np.testing.assert_array_equal(again.read(path), source.read(path))
+
+
 def test_changed_blocks_follow_the_rule_and_others_keep_their_bytes(tmp_path, k3):
     config, variables = hf.load(k3, dtype="float32")
     name, changed = _first_expert(variables)
