@@ -21,6 +21,8 @@ VERBS = {
     "train": ("launch.train", "train a model, or go on where a run stopped"),
     "eval": ("launch.eval", "measure a run on held-out text"),
     "generate": ("launch.generate", "continue a prompt with a run's model"),
+    "sweep": ("launch.sweep", "train a run for every combination of values, and hold parameters or FLOPs fixed"),
+    "compare": ("launch.compare", "lay runs side by side: a table over seeds, learning curves, one page"),
     "config": ("launch.config", "print a resolved configuration and its parameter table"),
     "ckpt": ("launch.ckpt", "inspect, compare and convert checkpoints"),
     "bench": ("launch.bench", "time the parts and the whole, beside peers where they are installed"),

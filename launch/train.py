@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(loaded.operative, end="")
         return 0
-    _check(loaded.config)
+    check_trainable(loaded.config)
     with contextlib.ExitStack() as stack:
         workdir = args.workdir or stack.enter_context(new_workdir(pathlib.Path(args.gin_file[-1]).stem))
         return _train(loaded.config, stack.enter_context(Claim(workdir, loaded.config)))
 
 
-def _check(config: Config) -> None:
+def check_trainable(config: Config) -> None:
     """Raises ConfigError for what cannot be trained on any devices; loads no jax."""
     from k3jax.data import check_paths, check_vocabulary, load_tokenizer
     from k3jax.train.mesh import check_mesh

@@ -101,7 +101,7 @@ class Claim:
             if self.status == "finished":
                 return
             self.run.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.run.path)
+            self._lock = lock_directory(self.run.path)
             self.status = self._inspect(config)  # what another process did before we had the lock
         except OSError as error:
             self.close()
@@ -176,7 +176,13 @@ def _is_leftover(name: str) -> bool:
     return name in (LOCK, ".config.json.tmp")
 
 
-def _lock(path: pathlib.Path) -> int:
+def lock_directory(path: pathlib.Path) -> int:
+    """Keeps a directory for this process until the returned file descriptor is closed.
+
+    Raises:
+        RunRefused: another process has it.
+        OSError: no file can be made there.
+    """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,3 +194,18 @@ def _lock(path: pathlib.Path) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
     return descriptor
+
+
+def is_in_use(path: pathlib.Path) -> bool:
+    """Whether another process holds a directory now; nothing in it is changed."""
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -112,6 +112,20 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
+def read_whole_records(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Every whole record in the order of steps, whatever else is in the file; of a step logged twice, both."""
+    records = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # torn by a kill
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return sorted(records, key=lambda record: record["step"])
+
+
 def _cut(path: pathlib.Path, keep_up_to: int) -> None:
     """Shortens the file to the records of steps up to the given one, and to whole lines."""
     if not path.exists():

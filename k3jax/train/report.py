@@ -18,7 +18,7 @@ from k3jax.models.plan import layer_kinds
 from k3jax.train import report_inside, report_plots
 from k3jax.train.diagnostics import Diagnostics, read_diagnostics
 from k3jax.train.figures import duration, short
-from k3jax.train.metrics import violations
+from k3jax.train.metrics import read_whole_records, violations
 from k3jax.train.report_page import Fact, Picture, Section, page
 from k3jax.train.report_style import Series, png
 from k3jax.train.run_dir import RunDir, write_atomically
@@ -74,7 +74,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         The HTML file.
     """
     path = pathlib.Path(workdir)
-    run = _Run(path, _config(path), _records(path / "metrics.jsonl"), _diagnostics(path))
+    run = _Run(path, _config(path), read_whole_records(path / "metrics.jsonl"), _diagnostics(path))
     sections = [_overview(run), _training(run), _experts(run), _depth(run), _decay(run), _settings(run)]
     sections = [s for s in sections if s.note or s.facts or s.pictures or s.texts]
     _write_pictures(path / PICTURES, [p for section in sections for p in section.pictures])
@@ -218,19 +218,6 @@ def _config(path: pathlib.Path) -> Config | None:
         return RunDir(path).load_config()
     except (ValueError, OSError):  # no run, or one of another version: its numbers can still be shown
         return None
-
-
-def _records(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Every whole record in the order of steps; of a step that was logged twice, both."""
-    records = []
-    for line in _text(path).splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # torn by a kill
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return sorted(records, key=lambda record: record["step"])
 
 
 def _diagnostics(path: pathlib.Path) -> Diagnostics | None:

@@ -2,7 +2,7 @@
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 
@@ -23,6 +23,15 @@ class Picture(NamedTuple):
     caption: str
 
 
+class Grid(NamedTuple):
+    """A table of text: headings, rows, how many columns are words, and the cells (row, column) that stand out."""
+
+    heading: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+    strong: Collection[tuple[int, int]] = ()
+
+
 class Section(NamedTuple):
     """A heading and what comes below it; empty parts are left out.
 
@@ -30,6 +39,7 @@ class Section(NamedTuple):
         title: the heading.
         note: a sentence below it.
         facts: headline numbers.
+        grids: tables.
         pictures: in order.
         texts: (title, preformatted text), folded away except the first.
     """
@@ -37,6 +47,7 @@ class Section(NamedTuple):
     title: str
     note: str = ""
     facts: Sequence[Fact] = ()
+    grids: Sequence[Grid] = ()
     pictures: Sequence[Picture] = ()
     texts: Sequence[tuple[str, str]] = ()
 
@@ -54,11 +65,17 @@ h2 { font-size: 1.2rem; margin: 2rem 0 0.75rem; }
 nav { font-size: 0.9rem; }
 nav a { margin-right: 1rem; color: inherit; white-space: nowrap; }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: 0.6rem; margin: 0; }
-.facts div, figure, details { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
+.facts div, figure, details, .grid { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 .facts div { padding: 0.6rem 0.8rem; }
 .facts dt { color: var(--muted); font-size: 0.85rem; }
 .facts dd { margin: 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 .facts small { display: block; color: var(--muted); font-size: 0.75rem; font-weight: 400; line-height: 1.3; }
+.grid { margin: 0 0 1rem; overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 0.85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.4rem 0.8rem; text-align: right; white-space: nowrap; }
+th { color: var(--muted); font-weight: 600; }
+td { border-top: 1px solid var(--line); }
+.word { text-align: left; }
 figure { margin: 0 0 1rem; overflow: hidden; }
 .picture { overflow-x: auto; background: #fff; }
 .picture img { display: block; width: 100%; min-width: 34rem; height: auto; }
@@ -94,6 +111,7 @@ def _section(anchor: str, section: Section) -> str:
         parts.append(f"<p>{_escape(section.note)}</p>")
     if section.facts:
         parts.append(f'<dl class="facts">{"".join(map(_fact, section.facts))}</dl>')
+    parts += [_grid(grid) for grid in section.grids]
     parts += [_figure(picture) for picture in section.pictures]
     for i, (title, text) in enumerate(section.texts):
         opened = " open" if i == 0 else ""
@@ -105,6 +123,19 @@ def _section(anchor: str, section: Section) -> str:
 def _fact(fact: Fact) -> str:
     note = f"<small>{_escape(fact.note)}</small>" if fact.note else ""
     return f"<div><dt>{_escape(fact.label)}</dt><dd>{_escape(fact.value)}{note}</dd></div>"
+
+
+def _grid(grid: Grid) -> str:
+    def line(tag: str, cells: Sequence[str], row: int | None = None) -> str:
+        parts = []
+        for i, cell in enumerate(cells):
+            kind = ' class="word"' if i < grid.left else ""
+            text = _escape(cell)
+            parts.append(f"<{tag}{kind}>{f'<b>{text}</b>' if (row, i) in grid.strong else text}</{tag}>")
+        return f"<tr>{''.join(parts)}</tr>"
+
+    body = "\n".join(line("td", cells, row) for row, cells in enumerate(grid.rows))
+    return f'<div class="grid"><table><thead>{line("th", grid.heading)}</thead><tbody>\n{body}\n</tbody></table></div>'
 
 
 def _figure(picture: Picture) -> str:
