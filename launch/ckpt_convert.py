@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterator
 
@@ -179,6 +180,9 @@ def _whole_or_not(path: pathlib.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; yields what is called with bytes done."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
     from rich import progress
     from rich.console import Console
 
@@ -189,7 +193,6 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
-    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
