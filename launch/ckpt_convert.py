@@ -73,7 +73,7 @@ def _import(args: argparse.Namespace) -> int:
 
     source = open_released(args.source)
     plan = plan_export(source)
-    train = TrainConfig(init_from=str(args.run.absolute()))
+    train = TrainConfig(init_from=str(args.run.absolute() / RELEASED))
     config = Config(source.config, DataConfig(), OptimConfig(), MeshConfig(), train)
     with _whole_or_not(args.run), new_folder(args.run) as folder:
         run = RunDir(folder)

@@ -14,7 +14,6 @@ from k3jax.checkpoint.safetensors_file import StoredTensor, read
 from k3jax.errors import UserError
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
-_MOST_CANDIDATES = 2000  # names that are compared with one that is missing
 
 
 class Matched(NamedTuple):
@@ -126,7 +125,9 @@ def _squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _describe(folder: Folder, problems: list[_Problem]) -> str:
     """Problems as lines; names that differ in numbers only, with the same complaint, are one line."""
-    names = {kind: [p.name for p in problems if p.kind == kind] for kind in ("missing", "unexpected")}
+    of_layer: dict[tuple, list[str]] = {}  # names by kind and by the numbers in them
+    for problem in problems:
+        of_layer.setdefault((problem.kind, *_NUMBERS.findall(problem.name)), []).append(problem.name)
     groups: dict[tuple[str, str, str], list[_Problem]] = {}
     for problem in problems:
         detail = "" if problem.kind == "missing" else problem.detail
@@ -135,9 +136,10 @@ def _describe(folder: Folder, problems: list[_Problem]) -> str:
     for (kind, pattern, _), group in sorted(groups.items()):
         first = group[0]
         called = first.name if len(group) == 1 else f"{pattern} ({len(group)}, first {first.name})"
-        others = names["unexpected" if kind == "missing" else "missing"] if kind in names else []
-        same = [name for name in others if _NUMBERS.findall(name) == _NUMBERS.findall(first.name)]  # of its layer
-        near = difflib.get_close_matches(first.name, same[:_MOST_CANDIDATES], n=1, cutoff=0.8)
+        others = {"missing": "unexpected", "unexpected": "missing"}.get(kind)
+        near = difflib.get_close_matches(
+            first.name, of_layer.get((others, *_NUMBERS.findall(first.name)), []), n=1, cutoff=0.8
+        )
         hint = f"; nearest {'there' if kind == 'missing' else 'expected'}: {near[0]}" if near else ""
         lines.append(f"  {kind}: {called}: {first.detail}{hint}")
     return "\n".join(lines)

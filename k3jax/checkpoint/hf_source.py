@@ -90,9 +90,6 @@ class ReleasedSource:
         dropped = [axis for axis, part in enumerate(index) if not isinstance(part, slice)]
         return np.squeeze(out, tuple(dropped))
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
     def _leaf(self, path: Path, shape: tuple[int, ...]) -> Leaf:
         parts = self._parts[path].values()
         dtypes = {_BFLOAT16 if item.scale else DTYPES[item.values.dtype] for item in parts}

@@ -12,6 +12,7 @@ from k3jax.checkpoint import hf
 from k3jax.checkpoint.open import open_any
 from k3jax.config import from_dict
 from k3jax.errors import UserError
+from k3jax.train.start import plan_start
 from launch.__main__ import main
 from launch.session import load_run
 from tests.checkpoint.released import VISION, all_tensors, assert_same_files, assert_same_tensors, k3_tensors, write_k3
@@ -49,10 +50,13 @@ def test_import_says_what_it_does(k3, tmp_path, capsys):
 
 def test_a_run_that_was_imported_trains_from_itself(run, capsys):
     config = from_dict(json.loads((run / "config.json").read_text()))
-    assert config.train.init_from == str(run)
+    assert config.train.init_from == str(run / "released")
     assert config.model == open_any(run).config
+    (run / "checkpoints").mkdir()  # as training does in the same directory
+    assert not plan_start(config).fresh
+    (run / "checkpoints").rmdir()
     assert main(["train", f"--gin_file={run}/config.gin", "--print_config"]) == 0
-    assert f"TrainConfig.init_from = '{run}'" in capsys.readouterr().out
+    assert f"TrainConfig.init_from = '{run}/released'" in capsys.readouterr().out
 
 
 def test_verbs_read_an_imported_run_in_place(k3, run):
