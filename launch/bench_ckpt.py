@@ -37,13 +37,13 @@ class Result(NamedTuple):
 
 
 def k3_shaped(gigabytes: float) -> ModelConfig:
-    """Kimi K3 with every part it has, at half its widths, with as many experts as fill a size.
+    """Kimi K3 with every part it has, narrower and of five layers, with as many experts as fill a size.
 
-    One expert layer less and the attention parts would dominate; as in the original, packed experts do.
+    As in the original most of it is packed experts.
     """
     model = ModelConfig.kimi_k3(
-        vocab_size=20480, num_layers=5, hidden_size=3584, kda_num_heads=24, mla_num_heads=24, q_lora_rank=768,
-        intermediate_size=8448, moe_intermediate_size=1536, moe_latent_size=1792, num_experts=17,
+        vocab_size=16384, num_layers=5, hidden_size=2048, kda_num_heads=16, mla_num_heads=16, q_lora_rank=512,
+        intermediate_size=8192, moe_intermediate_size=1536, moe_latent_size=1792, num_experts=17,
     )  # fmt: skip
     fixed = sum(np.prod(t.stored) * 2 for t in hf_tensors(model, K3_PREFIX) if t.expert is None)
     expert = 3 * model.moe_intermediate_size * model.moe_latent_size * (1 / 2 + 1 / 32) * (model.num_layers - 1)
