@@ -10,6 +10,7 @@ from k3jax.train.figures import short
 from k3jax.train.report_style import INK, MUTED, TRAIN, WIDTH, depth_colours, running_mean
 
 MAX_LINES = 12  # groups with a line each; of more, those with the lowest losses
+LEGEND_LETTERS = 105  # beside each other
 POINTS = 200  # where curves of unequal runs are averaged
 
 
@@ -37,7 +38,7 @@ def heldout_curves(groups: Sequence[Group], budgets: tuple[float | None, float |
             axis.axvline(budget, color=MUTED, linewidth=1.0, linestyle=(0, (1, 2)), zorder=1)
         axis.set(title=f"Held-out loss over {unit}", xlabel=unit, ylabel="nats per token")
         _zoom(axis, [run.heldout for group in groups for run in group.counted])
-    _legend(axes[0])
+    _legend(figure, axes[0])
     return figure
 
 
@@ -48,12 +49,12 @@ def training_curves(groups: Sequence[Group]):
     _draw(axes[0], groups, lambda run: Curve(run.train.tokens, running_mean(run.train.loss)), lambda run: 1.0)
     axes[0].set(title="Training loss over tokens", xlabel="tokens", ylabel="nats per token")
     _zoom(axes[0], smooth)
-    _legend(axes[0])
+    _legend(figure, axes[0])
     return figure
 
 
 def loss_bars(comparison: Comparison):
-    """Each group's best held-out loss within the budgets: faint each run, solid the mean with its standard error."""
+    """Each group's best held-out loss within the budgets: a dot a run, and their mean with its standard error."""
     from matplotlib.figure import Figure
 
     groups = [group for group in comparison.groups if group.counted]
@@ -67,7 +68,9 @@ def loss_bars(comparison: Comparison):
         for row, group in enumerate(groups):
             found = [best_within(run.heldout, tokens_of(run)) for run in group.counted]
             losses = [pair[0] for pair in found if pair is not None]
-            axis.plot(losses, [row] * len(losses), "o", color=TRAIN, alpha=0.35, markersize=4.5, markeredgewidth=0)
+            axis.plot(
+                losses, [row + 0.25] * len(losses), "o", color=TRAIN, alpha=0.6, markersize=4.5, markeredgewidth=0
+            )
             value = measure(group, budget)
             if value is not None:
                 axis.errorbar(value.mean, row, xerr=value.error, fmt="|", color=INK, markersize=12, capsize=3)
@@ -87,7 +90,7 @@ def _draw(axis, groups: Sequence[Group], curve_of: Callable[[Run], Curve], scale
             continue
         mean, error = average(curves)
         x = mean.tokens * scale(group.runs[0])
-        few = marker if len(x) <= 40 else ""
+        few = marker if len(x) <= 20 else ""
         axis.plot(x, mean.loss, color=colour, marker=few, markersize=3.5, label=group.name)
         if error is not None:
             axis.fill_between(x, mean.loss - error, mean.loss + error, color=colour, alpha=0.2, linewidth=0)
@@ -116,10 +119,12 @@ def _panels(count: int):
     return figure, list(figure.subplots(count, 1, squeeze=False)[:, 0])
 
 
-def _legend(axis) -> None:
-    """Beside the panel, because names can be long and curves lie anywhere."""
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+def _legend(figure, axis) -> None:
+    """Below the panels, because names can be long and curves lie anywhere."""
+    handles, names = axis.get_legend_handles_labels()
+    if names:
+        columns = max(1, LEGEND_LETTERS // (max(map(len, names)) + 6))
+        figure.legend(handles, names, loc="outside lower center", ncols=min(columns, len(names)))
 
 
 def _zoom(axis, curves: Sequence[Curve]) -> None:

@@ -58,7 +58,9 @@ class Group(NamedTuple):
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{column}={value}" for column, value in self.labels.items())
+        own = ", ".join(f"{column}={value}" for column, value in self.labels.items())
+        beside = ", ".join(f"{field.rpartition('.')[2]}={value}" for field, (value, _) in self.extra.items())
+        return f"{own} [{beside}]" if beside else own
 
 
 class Comparison(NamedTuple):

@@ -64,7 +64,7 @@ def _pictures(comparison: Comparison) -> Section:
     pictures = []
     if any(len(run.heldout.loss) for group in groups for run in group.counted):
         image = png(curves.loss_bars, comparison)
-        caption = "Faint: each run. Upright: the mean; bar: its standard error, where there is more than one run."
+        caption = "Dots: each run. Upright: their mean; bar: its standard error, where there is more than one run."
         pictures.append(Picture("losses", image, "Held-out loss of each configuration with error bars", caption))
         image = png(curves.heldout_curves, groups, (comparison.tokens, comparison.flops))
         caption = "Mean over seeds; band: standard error. Dotted: the budget at which the table compares."
