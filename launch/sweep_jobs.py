@@ -1,5 +1,6 @@
 """The runs of a sweep as processes of their own: several at a time, one after the other, until all are done."""
 
+import contextlib
 import os
 import pathlib
 import platform
@@ -68,21 +69,19 @@ def run_all(sweep: SweepDir, runs: Sequence[PlannedRun], jobs: int) -> Outcome:
     running: list[_Job] = []
     stopped: list[str] = []
     told = False
-    with StopRequest() as stop, SweepProgress(len(runs)) as progress:
+    with StopRequest() as stop, SweepProgress(len(runs)) as progress, contextlib.ExitStack() as at_exit:
+        at_exit.callback(_stop, running)  # whatever goes wrong here, no run stays behind
         for run in runs:
             if run.name in failed:
                 progress.say(f"failed before, not tried again: {run.name}: {failed[run.name]}")
         while waiting or running:
-            if stop:
-                waiting = []
-                if not told:
-                    for job in running:
-                        job.process.send_signal(signal.SIGTERM)
-                told = True
+            if stop and not told:
+                waiting, told = [], True
+                _stop(running)
             while len(running) < jobs and (run := _free(sweep, waiting, progress)) is not None:
                 waiting.remove(run)
                 running.append(_start(sweep, run, jobs))
-                progress.say(f"{len(finished) + len(failed) + len(running)}/{len(runs)} {run.name}")
+                progress.say(f"{len(finished) + len(failed) + len(stopped) + len(running)}/{len(runs)} {run.name}")
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
                 _account(sweep, job, finished, failed, stopped, progress)
@@ -91,6 +90,12 @@ def run_all(sweep: SweepDir, runs: Sequence[PlannedRun], jobs: int) -> Outcome:
             if running or waiting:
                 time.sleep(POLL_SECONDS)
         return Outcome(finished, failed, stopped, stop.received)
+
+
+def _stop(running: list[_Job]) -> None:
+    """Asks each run to save and end; once, because a second signal ends it at once."""
+    for job in running:
+        job.process.send_signal(signal.SIGTERM)
 
 
 def _free(sweep: SweepDir, waiting: list[PlannedRun], progress: SweepProgress) -> PlannedRun | None:

@@ -33,7 +33,7 @@ class SweepProgress:
         if self._console.is_terminal:
             from rich.live import Live
 
-            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
             self._live.__enter__()
         else:
             self._next = time.monotonic() + PLAIN_SECONDS
