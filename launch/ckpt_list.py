@@ -21,10 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the list; returns the exit status."""
+    from k3jax.checkpoint.open import released_folder
     from k3jax.checkpoint.run_source import checkpoint_steps, open_step
     from k3jax.errors import UserError
 
     folder = pathlib.Path(args.path)
+    if released_folder(folder, None) is not None:
+        raise UserError(f"{folder}: released weights and no step of a run yet; k3 ckpt show tells what they are")
     metrics = _metrics(folder / "metrics.jsonl")
     entries = []
     for step in checkpoint_steps(folder):

@@ -40,13 +40,12 @@ def released_folder(path: pathlib.Path, step: int | None) -> pathlib.Path | None
     Raises:
         UserError: a step was asked for where there are none.
     """
-    imported = path / RELEASED
-    if not _is_step(path) and not (path / "checkpoints").is_dir():
-        for folder in (path, imported):
-            if any(folder.glob("*.safetensors")):
-                if step is not None:
-                    raise UserError(f"{path}: a released checkpoint has no steps; leave out --step")
-                return folder
+    has_steps = any(child.name.isdigit() for child in path.glob("checkpoints/*"))
+    for folder in (path, path / RELEASED):
+        if any(folder.glob("*.safetensors")) and not has_steps and not _is_step(path):
+            if step is not None:
+                raise UserError(f"{path}: a released checkpoint has no steps; leave out --step")
+            return folder
     return None
 
 

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from k3jax.checkpoint.ocdbt_index import read_index
 from launch.__main__ import main
 from launch.ckpt_common import select
 from tests.checkpoint import small_run
@@ -53,11 +54,11 @@ def test_list_says_what_is_complete(run, ckpt, tmp_path):
     assert status == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "4", "8"]
     assert out.count(" complete") == 2 and " 1.5 " in out
     broken = shutil.copytree(run, tmp_path / "broken")
-    data = max((broken / "checkpoints/8/state/ocdbt.process_0").rglob("d/*"), key=lambda f: f.stat().st_size)
-    os.truncate(data, 5000)
+    data = read_index(broken / "checkpoints/8/state")["params.embed/0.0"].file
+    os.truncate(data, 50)
     found = as_json(ckpt("list", broken, "--json"))["checkpoints"]
     assert [(c["step"], c["complete"]) for c in found] == [(4, True), (8, False)]
-    assert found[1]["problem"].startswith(f"{data}: cut off at offset 5000")
+    assert found[1]["problem"].startswith(f"{data}: cut off at offset 50")
     assert found[0]["bytes"] > 1000 and found[0]["metrics"] == {"loss": 1.5}
     assert "step 8: " in ckpt("list", broken)[1]
 
@@ -166,6 +167,7 @@ def test_measure_needs_text(ckpt):
     [
         (["show", "{nothing}"], "no such directory"),
         (["list", "{nothing}"], "no such directory"),
+        (["list", K3], "released weights and no step of a run yet"),
         (["show", "{run}", "--step=5"], "no checkpoint of step 5; there are: 4, 8"),
         (["show", K3, "--step=5"], "a released checkpoint has no steps; leave out --step"),
         (["show", "{run}", "--match=expert_gat_"], "no tensor has such a name; did you mean expert_gate"),
