@@ -143,7 +143,7 @@ def _run(command: list[str]) -> Result:
         with contextlib.suppress(OSError, ValueError, IndexError):
             status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
             peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
-        time.sleep(0.005)
+        time.sleep(0.02)
     seconds = time.perf_counter() - begin
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: exit status {process.returncode}")

@@ -68,7 +68,7 @@ def plan_start(config: Config) -> Start:
 
     Args:
         config: a whole run; train.init_from is not None. train.init_tensors are patterns such as "params/layer */kda/*"
-            for the names that `k3 ckpt show` prints; what one of them matches must be in the checkpoint.
+            for the names that `k3 ckpt stats` prints; what one of them matches must be in the checkpoint.
     Returns:
         Start.
     Raises:

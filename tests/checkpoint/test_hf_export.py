@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -18,6 +19,7 @@ from k3jax.checkpoint import hf, mxfp4
 from k3jax.checkpoint.hf_aside import ASIDE, keep_aside, open_aside
 from k3jax.checkpoint.hf_config import hf_config, layout_of, model_config
 from k3jax.checkpoint.hf_export import export
+from k3jax.checkpoint.hf_layout import K3_PREFIX, hf_tensors
 from k3jax.checkpoint.hf_source import open_released
 from k3jax.config import ModelConfig
 from k3jax.errors import UserError
@@ -165,6 +167,19 @@ def test_what_is_kept_aside_gives_the_same_export_as_the_original(tmp_path, k3):
     hf.save(tmp_path / "out", config, variables, like=tmp_path / ASIDE, experts="unpacked")
     export(tmp_path / "want", open_released(k3), experts="unpacked")
     assert_same_tensors(all_tensors(tmp_path / "out"), all_tensors(tmp_path / "want"))
+
+
+def test_kimi_k3_as_a_whole():
+    """Tensors, parameters and bytes of the release (spec §1.3, §10), vision left out."""
+    tensors = hf_tensors(ModelConfig.kimi_k3(), K3_PREFIX)
+    experts = [tensor for tensor in tensors if tensor.expert is not None]
+    assert 2 * len(experts) == 494_592
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+    assert abs(parameters / 2.779484e12 - 1) < 1e-6
+    packed = sum(math.prod(tensor.stored) for tensor in experts) * (1 / 2 + 1 / 32)
+    assert abs(packed / 1.4465e12 - 1) < 1e-4
+    others = sum(math.prod(t.stored) * (4 if t.wide else 2) for t in tensors if t.expert is None)
+    assert abs((packed + others + 0.89e9) / 1560.8e9 - 1) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["kimi_k3", "kimi_linear_48b"])
