@@ -1,6 +1,7 @@
 """`k3 ckpt show`: the tree of a checkpoint, from its table of contents alone."""
 
 import argparse
+import functools
 import math
 import re
 from typing import Any
@@ -38,12 +39,14 @@ def run(args: argparse.Namespace) -> int:
 
     stored = open_stored(args.path, args.step)
     if isinstance(stored, Folder):
-        entries, title = _released(stored), str(stored.path)
-        if not args.each:
-            entries = _collapse(entries)
+        if args.match is not None:  # before names are put together
+            names = list(stored.tensors)
+            found = {names[i]: stored.tensors[names[i]] for i in select(names, args.match)}
+            stored = stored._replace(tensors=found)
+        entries, title = (_released if args.each else _collapsed)(stored), str(stored.path)
     else:
-        entries, title = _each(stored) if args.each else _leaves(stored), describe(stored)
-    entries = [entries[i] for i in select([entry["name"] for entry in entries], args.match)]
+        entries, title = (_each if args.each else _leaves)(stored), describe(stored)
+        entries = [entries[i] for i in select([entry["name"] for entry in entries], args.match)]
     groups: dict[str, dict[str, int]] = {}
     for entry in entries:
         group = groups.setdefault(entry["group"], {"arrays": 0, "values": 0, "bytes": 0})
@@ -112,30 +115,44 @@ def _group(path: tuple[str, ...]) -> str:
 
 def _released(folder) -> list[dict[str, Any]]:
     """Tensors under their released names, in the order of layers and experts."""
-
-    def order(name: str) -> list:
-        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
     entries = []
-    for name in sorted(folder.tensors, key=order):
-        tensor = folder.tensors[name]
-        words = re.sub(r"\.\d+\.", ".", name).split(".")
-        group = ".".join(word for word in words[:-1] if word not in ("language_model", "model", "layers"))
-        group = re.sub(r"\.(w\d|[a-z_]+proj|[qkv]_conv1d)$", "", group) or words[-1]
-        entries.append(_entry(name, group, tensor.shape, tensor.dtype, tensor.nbytes, ""))
-    return entries
+    for name, tensor in folder.tensors.items():
+        parts = NUMBER.split(name)
+        entry = _entry(name, _released_group(tuple(parts[::2])), tensor.shape, tensor.dtype, tensor.nbytes, "")
+        entries.append((_order(parts), entry))
+    return [entry for _, entry in sorted(entries, key=lambda item: item[0])]
 
 
-def _collapse(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _collapsed(folder) -> list[dict[str, Any]]:
     """Tensors that differ by numbers only (layer, expert) in one line, with the numbers' ranges."""
-    together: dict[tuple, list[dict[str, Any]]] = {}
-    for entry in entries:
-        form = re.sub(r"(?<=\.)\d+(?=\.)", "{}", entry["name"])
-        together.setdefault((form, tuple(entry["shape"]), entry["dtype"]), []).append(entry)
+    together: dict[tuple, list] = {}
+    for name, tensor in folder.tensors.items():  # half a million in Kimi K3: one pass, little for each
+        parts = NUMBER.split(name)
+        key = (tuple(parts[::2]), tensor.shape, tensor.dtype)
+        members = together.setdefault(key, [0, 0, []])
+        members[0] += 1
+        members[1] += tensor.nbytes
+        members[2].append(tuple(parts[1::2]))
     lines = []
-    for (form, _, _), members in together.items():
-        numbers = [[int(n) for n in re.findall(r"(?<=\.)\d+(?=\.)", entry["name"])] for entry in members]
-        spans = [f"{min(n)}" if min(n) == max(n) else f"{{{min(n)}..{max(n)}}}" for n in zip(*numbers, strict=True)]
-        nbytes = sum(entry["bytes"] for entry in members)
-        lines.append(members[0] | {"name": form.format(*spans), "count": len(members), "bytes": nbytes})
-    return lines
+    for (words, shape, dtype), (count, nbytes, numbers) in together.items():
+        spans = [(min(ns), max(ns)) for ns in ({int(n) for n in set(column)} for column in zip(*numbers, strict=True))]
+        texts = [str(low) if low == high else f"{{{low}..{high}}}" for low, high in spans]
+        name = words[0] + "".join(text + word for text, word in zip(texts, words[1:], strict=True))
+        first = [part for pair in zip(words, [*(str(low) for low, _ in spans), ""], strict=True) for part in pair][:-1]
+        lines.append((_order(first), _entry(name, _released_group(words), shape, dtype, nbytes, "", count)))
+    return [entry for _, entry in sorted(lines, key=lambda item: item[0])]
+
+
+NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")  # of a layer or an expert
+
+
+def _order(parts: list[str]) -> list:
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+
+
+@functools.cache
+def _released_group(words: tuple[str, ...]) -> str:
+    """Which component a released name belongs to, from its words without numbers."""
+    keys = ".".join(word.strip(".") for word in words).split(".")
+    group = ".".join(key for key in keys[:-1] if key not in ("language_model", "model", "layers"))
+    return re.sub(r"\.(w\d|[a-z_]+proj|[qkv]_conv1d)$", "", group) or keys[-1]

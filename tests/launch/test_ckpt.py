@@ -89,6 +89,8 @@ def test_show_of_a_released_checkpoint_has_its_names(ckpt):
     line = next(line for line in out.splitlines() if "experts" in line)
     name = "language_model.model.layers.{1..8}.block_sparse_moe.experts.{0..7}.w1.weight"
     assert line.split() == [name, "[32,32]", "x64", "BF16", "131", "kB"]
+    found = as_json(ckpt("show", K3, "--match=experts.5.w?.weight", "--json"))
+    assert [entry["count"] for entry in found["arrays"]] == [8, 8, 8]
     each = as_json(ckpt("show", K3, "--each", "--json"))
     together = as_json(ckpt("show", K3, "--json"))
     assert len(each["arrays"]) == 426 > len(together["arrays"]) and each["total"] == together["total"]
