@@ -13,14 +13,14 @@ MAX_LINES = 400
 
 # What a folder must not import: the folders that are built on it.
 ABOVE = {
-    "k3jax/ops": "config nn models train data parallel checkpoint infer",
-    "k3jax/nn": "models train data checkpoint infer",
-    "k3jax/parallel": "models train data checkpoint infer",
-    "k3jax/models": "train data checkpoint infer",
-    "k3jax/data": "nn models train checkpoint infer",
-    "k3jax/checkpoint": "train data infer",
-    "k3jax/train": "infer",
-    "k3jax/infer": "train data",
+    "k3jax/ops": "config nn models train data parallel checkpoint infer study",
+    "k3jax/nn": "models train data checkpoint infer study",
+    "k3jax/parallel": "models train data checkpoint infer study",
+    "k3jax/models": "train data checkpoint infer study",
+    "k3jax/data": "nn models train checkpoint infer study",
+    "k3jax/checkpoint": "train data infer study",
+    "k3jax/train": "infer study",
+    "k3jax/infer": "train data study",
 }
 ARRAYS_ONLY = {"jax", "numpy"}
 
