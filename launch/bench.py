@@ -4,23 +4,32 @@ import argparse
 
 from launch import configure
 
-HELP = "Times the training step: against the machine's matmul rate, against a peer, and what each part costs."
+HELP = """Times the training step against the machine's matmul rate and a peer, and what each part costs (train); or the
+KDA kernels beside tokamax's, timed here or as schedules for a TPU that need not be there (kda)."""
 EXAMPLE = "k3 bench train --gin_file=experiments/bench_kimi_linear_15m.gin"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this verb's options."""
-    parser.add_argument("what", choices=["train"], help="which benchmark")
+    parser.add_argument("what", choices=["train", "kda"], help="which benchmark")
     configure.add_config_arguments(parser)
     parser.add_argument("--repeats", type=int, default=7, help="timed rounds; medians are printed (default 7)")
     parser.add_argument(
         "--peer_python", default=None,
         help="a Python that has torch and transformers, to time the peer with (default: this one, if it has them)",
     )  # fmt: skip
+    parser.add_argument(
+        "--topology", default=None, help="kda: cycles of the schedule for this TPU, v6e:2x2 or tpu7x:2x2x1 say"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and prints its table; returns the exit status."""
+    if args.what == "kda":
+        from launch.bench_kda import bench_kda
+
+        bench_kda(args.topology, args.repeats)
+        return 0
     loaded = configure.from_arguments(args)
     if args.print_config:
         print(loaded.operative, end="")
