@@ -74,7 +74,7 @@ def kda(
         lower_bound: takes g as raw gate z and makes the log decay lower_bound * sigmoid(exp(a_log) z) in the kernels;
             promises that floor.
         a_log_J: log of the slope of each value head, with lower_bound only; None means slope 1.
-        decay_floor: a promise that no g is below it. Down to -5.3 it selects cheaper blocks of 16 rows; without it any
+        decay_floor: a promise that no g is below it. Down to -5.5 it selects cheaper blocks of 16 rows; without it any
             decay is exact. A broken promise gives wrong numbers.
 
     Returns:

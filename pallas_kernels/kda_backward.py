@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kda_blocks, kda_levels
-from pallas_kernels.kda_chunk import CHUNK, LOG2_E
+from pallas_kernels.kda_chunk import CHUNK, LOG2_E, floor_applies
 from pallas_kernels.kda_documents import documents_of_chunk, run_rows
 from pallas_kernels.kda_forward import Options, heads_per_program
 from pallas_kernels.kda_gradient import Saved, chunk_gradient
@@ -55,7 +55,8 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
     qk_spec = tokens(qk_heads * K, lambda j: j * heads * H // J // qk_heads)
     state_spec = pl.BlockSpec((1, heads, V, K), lambda b, j, n: (b, j, 0, 0))
     beta_spec = pl.BlockSpec((1, heads, 1, CHUNK), lambda b, j, n: (b, j, 0, N - 1 - n))
-    scheme = kda_blocks if kda_blocks.applies(options.decay_floor) else kda_levels
+    floor = None if options.decay_floor is None else options.decay_floor * LOG2_E
+    scheme = kda_blocks if floor_applies(floor) else kda_levels
     parts = 2 if do_BTX.dtype == jnp.bfloat16 else 3
     sums_XC = scheme.sum_matrix(CHUNK)
     sums_XY, spread_CY = jnp.tile(sums_XC, (1, parts)), jnp.tile(sums_XC.T, (1, parts))

@@ -83,7 +83,7 @@ def kda(
           kernels, compiled where the program is lowered for TPU and interpreted, slowly, where for CPU; "auto" is
           recurrent for a single token, else pallas on TPU where it serves the call, else chunked, and logs which
           and why, once.
-        decay_floor: a promise that no g is below it (the bounded gate's bound). Down to -5.3 the Pallas kernels
+        decay_floor: a promise that no g is below it (the bounded gate's bound). Down to -5.5 the Pallas kernels
           have a cheaper form for it; the others are the same with and without. A broken promise gives wrong numbers.
 
     Returns:
