@@ -64,6 +64,12 @@ def test_a_row_of_131072_tokens_and_any_decay(topology):
 
 
 @pytest.mark.slow
+def test_vmapped_models_are_one_batch():
+    arrays = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arguments(T=200, heads=1)]
+    assert kernels_in(compile_for("v6e:2x2", jax.vmap(gradients), arrays)) == 2
+
+
+@pytest.mark.slow
 def test_scratch_memory():
     """HBM beside arguments and results, at 8 heads and 8192 tokens; tokamax's backward takes 522 MB."""
     compiled = compile_for("v6e:2x2", gradients, arguments(T=8192, heads=8))
