@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     v_BTX: jax.Array
     g_BTX: jax.Array
     beta_BJT: jax.Array
-    slope_X: jax.Array | None
+    slope_B1X: jax.Array | None
     state_BJVK: jax.Array
 
 
@@ -74,7 +74,7 @@ def kda(
         lower_bound: takes g as raw gate z and makes the log decay lower_bound * sigmoid(exp(a_log) z) in the kernels;
             promises that floor.
         a_log_J: log of the slope of each value head, with lower_bound only; None means slope 1.
-        decay_floor: a promise that no g is below it. Down to -5.3 it selects cheaper blocks of 16 rows; without it any
+        decay_floor: a promise that no g is below it. Down to -5.5 it selects cheaper blocks of 16 rows; without it any
             decay is exact. A broken promise gives wrong numbers.
 
     Returns:
@@ -107,10 +107,10 @@ def kda(
         run_BT = _padded(document_numbers(segment_ids_BT), {1: CHUNK}, mode="edge")
 
     operand = jnp.bfloat16 if all(x.dtype == jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTJV)) else jnp.float32
-    slope_X = None
+    slope_B1X = None
     if lower_bound is not None:
         slope_J = jnp.ones(J) if a_log_J is None else jnp.exp(a_log_J.astype(jnp.float32))
-        slope_X = jnp.repeat(slope_J, K + -K % LANES)[None]
+        slope_B1X = jnp.broadcast_to(jnp.repeat(slope_J, K + -K % LANES), (B, 1, J * (K + -K % LANES)))
     if initial_state_BJKV is None:
         initial_state_BJKV = jnp.zeros((B, J, K, V))
     state_BJVK = jnp.swapaxes(initial_state_BJKV, 2, 3).astype(jnp.float32)
@@ -120,7 +120,7 @@ def kda(
         _rows(v_BTJV.astype(operand)),
         _rows(g_BTJK, g_padding),
         _padded(beta_BTJ.astype(jnp.float32).swapaxes(1, 2), {2: CHUNK}),
-        slope_X,
+        slope_B1X,
         _padded(state_BJVK, {2: LANES, 3: LANES}),
     )
     o_BTX, final_state_BJVK = _kda(*varying_alike((inputs, run_BT)), options)
@@ -157,16 +157,16 @@ def _kda_backward(options: Options, residuals, cotangents):
     grads = _backward(inputs, run_BT, saved, *varying_alike(cotangents), options)
     K = inputs.state_BJVK.shape[-1]
     H = inputs.q_BTX.shape[-1] // K
-    dslope_X = None
-    if inputs.slope_X is not None:
-        dslope_X = grads.dslope_B8X.sum(axis=(0, 1))[None]
+    dslope_B1X = None
+    if inputs.slope_B1X is not None:
+        dslope_B1X = grads.dslope_B8X.sum(axis=1, keepdims=True)
     d_inputs = Inputs(
         _sum_sharing(grads.dq_BTX, K, H),
         _sum_sharing(grads.dk_BTX, K, H),
         grads.dv_BTX,
         grads.dg_BTX,
         grads.dbeta_BJT,
-        dslope_X,
+        dslope_B1X,
         grads.dstate_BJVK,
     )
     return d_inputs, None
@@ -180,16 +180,36 @@ def _forward(inputs: Inputs, run_BT, options: Options, save: bool):
     def kernel(interpret, inputs, run_BT):
         return forward(*_writing(inputs), run_BT, options._replace(interpret=interpret), save)
 
-    return on_platform(kernel, inputs, run_BT)
+    return _batched(kernel)(inputs, run_BT)
 
 
 @functools.partial(jax.jit, static_argnames="options")
 def _backward(inputs: Inputs, run_BT, saved: Saved, do_BTX, dstate_BJVK, options: Options):
     def kernel(interpret, inputs, *args):
-        q_BTX, k_BTX, _, g_BTX, beta_BJT, slope_X, _ = _writing(inputs)
-        return backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, *args, options._replace(interpret=interpret))
+        q_BTX, k_BTX, _, g_BTX, beta_BJT, slope_B1X, _ = _writing(inputs)
+        return backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_B1X, *args, options._replace(interpret=interpret))
 
-    return on_platform(kernel, inputs, run_BT, saved, do_BTX, dstate_BJVK)
+    return _batched(kernel)(inputs, run_BT, saved, do_BTX, dstate_BJVK)
+
+
+def _batched(kernel):
+    """The kernel of arrays that all lead with the batch; an axis that jax.vmap adds becomes more of it."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*args):
+        return on_platform(kernel, *args)
+
+    @call.def_vmap
+    def call_batched(size, are_batched, *args):
+        def merge(x, is_batched):
+            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        outs = call(*jax.tree.map(merge, args, tuple(are_batched)))
+        outs = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), outs)
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return call
 
 
 def _writing(inputs: Inputs):

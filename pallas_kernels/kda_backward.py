@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kda_blocks, kda_levels
-from pallas_kernels.kda_chunk import CHUNK, LOG2_E
+from pallas_kernels.kda_chunk import CHUNK, LOG2_E, floor_applies
 from pallas_kernels.kda_documents import documents_of_chunk, run_rows
 from pallas_kernels.kda_forward import Options, heads_per_program
 from pallas_kernels.kda_gradient import Saved, chunk_gradient
@@ -32,11 +32,11 @@ class Backward(NamedTuple):
     dslope_B8X: jax.Array | None  # [B, 8, J * K] float32 partial sums over time; with the fused gate
 
 
-def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BTX, dstate_BJVK, options: Options):
+def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_B1X, run_BT, saved: Saved, do_BTX, dstate_BJVK, options: Options):
     """All chunks of all heads.
 
     Args:
-        q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT: as `kda_forward.forward` takes them, no beta 0.
+        q_BTX, k_BTX, g_BTX, beta_BJT, slope_B1X, run_BT: as `kda_forward.forward` takes them, no beta 0.
         saved: what it saved; states [B, N, J, V, K], u [B, N, J, V, C], scores [B, N, J, C, 2 C].
         do_BTX: gradient of the output, in its dtype.
         dstate_BJVK: float32 gradient of the final state.
@@ -55,7 +55,8 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
     qk_spec = tokens(qk_heads * K, lambda j: j * heads * H // J // qk_heads)
     state_spec = pl.BlockSpec((1, heads, V, K), lambda b, j, n: (b, j, 0, 0))
     beta_spec = pl.BlockSpec((1, heads, 1, CHUNK), lambda b, j, n: (b, j, 0, N - 1 - n))
-    scheme = kda_blocks if kda_blocks.applies(options.decay_floor) else kda_levels
+    floor = None if options.decay_floor is None else options.decay_floor * LOG2_E
+    scheme = kda_blocks if floor_applies(floor) else kda_levels
     parts = 2 if do_BTX.dtype == jnp.bfloat16 else 3
     sums_XC = scheme.sum_matrix(CHUNK)
     sums_XY, spread_CY = jnp.tile(sums_XC, (1, parts)), jnp.tile(sums_XC.T, (1, parts))
@@ -72,8 +73,8 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
         "do": (do_BTX, tokens(heads * V)),
         "dfinal_state": (dstate_BJVK, state_spec),
     }
-    if slope_X is not None:
-        inputs["slope"] = (slope_X, pl.BlockSpec((1, heads * K), lambda b, j, n: (0, j)))
+    if slope_B1X is not None:
+        inputs["slope"] = (slope_B1X, pl.BlockSpec((None, 1, heads * K), lambda b, j, n: (b, 0, j)))
     if run_BT is not None:
         inputs["run_rows"] = (run_rows(run_BT), pl.BlockSpec((1, 2, CHUNK), lambda b, j, n: (b, 0, N - 1 - n)))
     inputs = {name: (varying_alike((x, do_BTX))[0], spec) for name, (x, spec) in inputs.items()}
@@ -89,7 +90,7 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
         "dbeta": (output_like(do_BTX, (B, J, 1, T), jnp.float32), beta_spec),
         "dstate": (output_like(do_BTX, dstate_BJVK.shape, jnp.float32), state_spec),
     }
-    if slope_X is not None:
+    if slope_B1X is not None:
         dslope = output_like(do_BTX, (B, 8, J * K), jnp.float32)
         outputs["dslope"] = (dslope, pl.BlockSpec((1, 8, heads * K), lambda b, j, n: (b, 0, j)))
 
@@ -108,7 +109,7 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_X, run_BT, saved: Saved, do_BT
         interpret=options.interpret,
         name="kda_backward",
     )(*(x for x, _ in inputs.values()))
-    grads = Backward(*outs, *[None] * (slope_X is None))
+    grads = Backward(*outs, *[None] * (slope_B1X is None))
     return grads._replace(dbeta_BJT=grads.dbeta_BJT[:, :, 0])
 
 

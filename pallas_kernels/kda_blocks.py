@@ -19,8 +19,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.kda_chunk import BLOCK, LOG2_E, dot, iotas
 
-EXPONENT_SPAN = 85.0  # exp of this, times the size of q and k, is finite in float32 and in bfloat16
-
 
 class Decays(NamedTuple):
     from_start: jax.Array  # [C, K] from before the chunk's first row to after each row
@@ -38,10 +36,6 @@ class PairLogs(NamedTuple):
     row: jax.Array  # [C, K] of the sum up to the row in its block
     column: jax.Array  # [C, K] of the sum after the row in its block
     totals: list[jax.Array]  # [1, K] of each block's whole sum, where pairs lie on both sides of it
-
-
-def applies(floor: float | None) -> bool:
-    return floor is not None and -floor * BLOCK <= EXPONENT_SPAN
 
 
 def sum_matrix(C: int):

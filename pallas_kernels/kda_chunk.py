@@ -101,17 +101,17 @@ def _intra_floor(q_CK, k_CK, g_CK, floor, parts, dtype, constant):
     """Rows decay from before their block's first row, columns up to there: growing by 2**64 at most, in one constant.
 
     With L the sums inside blocks of 16 rows, rows carry 2**(L - m) and columns of their own block 2**(m - L), where the
-    constant m, the middle of what L can be, keeps both factors between 2**-64 and 2**64. From block to block the
-    columns decay further.
+    constant m, the middle of what L can be, keeps both factors between 2**-64 and 2**64. It is a whole number and a
+    factor of its own: adding it to L would round L. From block to block the columns decay further.
     """
     C, K = g_CK.shape
     row, column = iotas(C, C)
     inside = constant("inside", lambda: sum_matrix((row // BLOCK == column // BLOCK) & (column <= row), parts))
     local_CK = yield from sum_rows(inside, g_CK, parts)
-    middle = floor * BLOCK / 2
-    row_decay_CK = jnp.exp2(local_CK - middle)
-    q_rows, k_rows, k_columns = q_CK * row_decay_CK, k_CK * row_decay_CK, k_CK * jnp.exp2(middle - local_CK)
-    before_1K = jnp.full((1, K), middle, jnp.float32)
+    to_middle = 2.0 ** round(floor * BLOCK / 2)
+    row_decay_CK = jnp.exp2(local_CK) * (1 / to_middle)
+    q_rows, k_rows, k_columns = q_CK * row_decay_CK, k_CK * row_decay_CK, k_CK * (jnp.exp2(-local_CK) * to_middle)
+    before_1K = jnp.zeros((1, K), jnp.float32)
     blocks, columns = [], k_columns[:BLOCK]
     for end in range(BLOCK, C + 1, BLOCK):
         block = slice(end - BLOCK, end)
@@ -121,14 +121,14 @@ def _intra_floor(q_CK, k_CK, g_CK, floor, parts, dtype, constant):
         row, column = iotas(BLOCK, C)
         row += end - BLOCK
         qk, kk = jnp.where(column <= row, both[:BLOCK], 0.0), jnp.where(column < row, both[BLOCK:], 0.0)
-        start_1K = jnp.exp2(before_1K)
+        start_1K = jnp.exp2(before_1K) * to_middle
         blocks.append((qk, kk, q_rows[block] * start_1K, k_rows[block] * start_1K))
         total_1K = local_CK[end - 1 : end]
         before_1K = before_1K + total_1K
         if end < C:
             columns = jnp.concatenate([columns * jnp.exp2(total_1K), k_columns[end : end + BLOCK]])
-    k_end_CK = columns * jnp.exp2(total_1K - middle)
-    return Intra(*(jnp.concatenate(x) for x in zip(*blocks, strict=True)), k_end_CK, jnp.exp2(before_1K - middle))
+    k_end_CK = columns * (jnp.exp2(total_1K) * (1 / to_middle))
+    return Intra(*(jnp.concatenate(x) for x in zip(*blocks, strict=True)), k_end_CK, jnp.exp2(before_1K))
 
 
 def scores(q_CK, k_CK, g_CK, parts, dtype, constant):

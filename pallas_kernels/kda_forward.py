@@ -46,7 +46,7 @@ class Forward(NamedTuple):
     scores_BNJCX: jax.Array | None  # [C, 2 C]: Aqk beside (I + Akk diag(b))^-1
 
 
-def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, options: Options, save_states: bool):
+def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_B1X, state_BJVK, run_BT, options: Options, save_states: bool):
     """All chunks of all heads.
 
     Args:
@@ -54,7 +54,7 @@ def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, o
         v_BTX: [B, T, J * V]; value head j uses query/key head j // (J / H).
         g_BTX: [B, T, J * K] log decay (natural log), or z where options.lower_bound is set. bfloat16 or float32.
         beta_BJT: float32 write strengths; 0 for padding.
-        slope_X: [1, J * K] float32, exp(A) of each channel's head; only with options.lower_bound, else None.
+        slope_B1X: [B, 1, J * K] float32, exp(A) of each channel's head; only with options.lower_bound, else None.
         state_BJVK: float32 initial state, transposed.
         run_BT: int32 number of the document each token belongs to, counted from 0, or None for one document a row.
         save_states: whether to return the state entering each chunk.
@@ -79,8 +79,8 @@ def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_X, state_BJVK, run_BT, o
         "beta": (beta_BJT[:, :, None], pl.BlockSpec((1, heads, 1, CHUNK), lambda b, j, n: (b, j, 0, n))),
         "state": (state_BJVK, pl.BlockSpec(memory_space=pl.ANY)),
     }
-    if slope_X is not None:
-        inputs["slope"] = (slope_X, pl.BlockSpec((1, heads * K), lambda b, j, n: (0, j)))
+    if slope_B1X is not None:
+        inputs["slope"] = (slope_B1X, pl.BlockSpec((None, 1, heads * K), lambda b, j, n: (b, 0, j)))
     if run_BT is not None:
         inputs["run_rows"] = (run_rows(run_BT), pl.BlockSpec((1, 2, CHUNK), lambda b, j, n: (b, 0, n)))
     inputs = {name: (varying_alike((x, v_BTX))[0], spec) for name, (x, spec) in inputs.items()}

@@ -9,9 +9,11 @@ from k3jax.nn.initial import parameter
 from k3jax.nn.linear import project, record
 from k3jax.ops.decay import bounded_decay, softplus_decay
 from k3jax.ops.delta_attention import kda
-from k3jax.ops.norms import l2_norm, rms_norm
+from k3jax.ops.norms import rms_norm
 from k3jax.ops.precision import upcast
 from k3jax.ops.short_conv import short_conv
+
+L2_NORM_EPS = 1e-6  # under the root of the sum of squares (spec §2.1)
 
 
 class KDA(nn.Module):
@@ -35,26 +37,29 @@ class KDA(nn.Module):
             taps = parameter(self, f"{name}_conv", (heads, channels, c.kda_conv_size))
             return nn.silu(upcast(short_conv(y, taps, segment_ids_BT))).astype(self.dtype)
 
-        q_BTHK, k_BTHK, v_BTJV = l2_norm(mixed("q", H, K)), l2_norm(mixed("k", H, K)), mixed("v", J, V)
+        q_BTHK, k_BTHK, v_BTJV = mixed("q", H, K), mixed("k", H, K), mixed("v", J, V)
 
         decay_BTR = project("BTD,DR->BTR", x_BTD, parameter(self, "decay_down", (D, K)), self.dtype)
         z_BTJK = project("BTR,RJK->BTJK", decay_BTR, parameter(self, "decay_up", (K, J, K)), self.dtype)
         z_BTJK = upcast(z_BTJK) + parameter(self, "dt_bias", (J, K))
         a_log_J = parameter(self, "a_log", (J,))
+        # Norm and bounded gate are the mixer's to do: its TPU kernels do them without a round trip through memory.
+        fused = {"norm_eps": L2_NORM_EPS}
         if c.kda_decay == "bounded":
-            g_BTJK = bounded_decay(z_BTJK, a_log_J, c.kda_decay_lower_bound)
+            gate_BTJK = z_BTJK
+            fused |= {"lower_bound": c.kda_decay_lower_bound, "a_log_J": a_log_J}
+            record(self, "log_decay", bounded_decay(z_BTJK, a_log_J, c.kda_decay_lower_bound))
         else:
-            g_BTJK = softplus_decay(z_BTJK, a_log_J)
-        record(self, "log_decay", g_BTJK)
+            gate_BTJK = softplus_decay(z_BTJK, a_log_J)
+            record(self, "log_decay", gate_BTJK)
 
         beta_BTJ = nn.sigmoid(upcast(project("BTD,DJ->BTJ", x_BTD, parameter(self, "beta_proj", (D, J)), self.dtype)))
         if c.kda_allow_neg_eigval:
             beta_BTJ = 2 * beta_BTJ
 
         o_BTJV, _ = kda(
-            q_BTHK, k_BTHK, v_BTJV, g_BTJK, beta_BTJ,
-            segment_ids_BT=segment_ids_BT, implementation=c.kda_implementation,
-            decay_floor=c.kda_decay_lower_bound if c.kda_decay == "bounded" else None,
+            q_BTHK, k_BTHK, v_BTJV, gate_BTJK, beta_BTJ,
+            segment_ids_BT=segment_ids_BT, implementation=c.kda_implementation, **fused,
         )  # fmt: skip
 
         if c.kda_output_gate == "full_rank":

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.ops import kda_token
+from k3jax.ops.decay import bounded_decay
 from k3jax.ops.kda_chunked import chunked
 from k3jax.ops.kda_recurrent import recurrent
+from k3jax.ops.norms import l2_norm
 from k3jax.ops.varying import varying_like
 from pallas_kernels.kda import kda as kernel_kda
 from pallas_kernels.kda_chunk import CHUNK as KERNEL_CHUNK
@@ -58,6 +60,9 @@ def kda(
     chunk_size: int | None = None,
     implementation: Implementation = "auto",
     decay_floor: float | None = None,
+    norm_eps: float | None = None,
+    lower_bound: float | None = None,
+    a_log_J: jax.Array | None = None,
 ) -> KDAOutput:
     """Kimi Delta Attention over whole sequences; differentiable in every array, both states included.
 
@@ -85,8 +90,11 @@ def kda(
           kernels, compiled where the program is lowered for TPU and interpreted, slowly, where for CPU; "auto" is
           recurrent for a single token, else pallas on TPU where it serves the call, else chunked, and logs which
           and why, once.
-        decay_floor: a promise that no g is below it (the bounded gate's bound). Down to -5.3 the Pallas kernels
+        decay_floor: a promise that no g is below it (the bounded gate's bound). Down to -5.5 the Pallas kernels
           have a cheaper form for it; the others are the same with and without. A broken promise gives wrong numbers.
+        norm_eps: q and k are raw and become l2_norm(., norm_eps); in the Pallas kernels, where they are.
+        lower_bound: g is a raw gate and becomes bounded_decay(g, a_log_J, lower_bound), likewise; promises the floor.
+        a_log_J: with lower_bound only.
 
     Returns:
         KDAOutput: o_BTJV in v's dtype; final_state_BJKV after the last non-padding token, float32 or wider
@@ -120,9 +128,18 @@ def kda(
             scale=scale,
             initial_state_BJKV=initial_state_BJKV,
             segment_ids_BT=segment_ids_BT,
+            norm_eps=norm_eps,
+            lower_bound=lower_bound,
+            a_log_J=a_log_J,
             decay_floor=decay_floor,
         )
         return KDAOutput(*out)
+    if norm_eps is not None:
+        q_BTHK, k_BTHK = l2_norm(q_BTHK, norm_eps), l2_norm(k_BTHK, norm_eps)
+    if lower_bound is not None:
+        g_BTJK = bounded_decay(g_BTJK, a_log_J, lower_bound)
+    elif a_log_J is not None:
+        raise ValueError("kda: a_log_J is given without lower_bound; it belongs to the raw gate")
     chunk_size = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
     if not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size & (chunk_size - 1):
         raise ValueError(f"kda: chunk_size is {chunk_size!r}; use a power of two, 32 or 64")

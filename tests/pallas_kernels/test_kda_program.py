@@ -39,14 +39,19 @@ def test_vmap_of_a_scan_over_rematerialised_layers():
     def stack(x, implementation):
         def layer(v, beta):
             arrays = x["q"], x["k"], v, x["g"], beta
-            out = delta_attention.kda(*arrays, segment_ids_BT=jnp.asarray(IDS), implementation=implementation)
+            out = delta_attention.kda(
+                *arrays,
+                initial_state_BJKV=x["initial_state"],
+                segment_ids_BT=jnp.asarray(IDS),
+                implementation=implementation,
+            )
             return out.o_BTJV, None
 
         betas = jnp.stack([x["beta"], 0.5 * x["beta"]])
         return jnp.sum(jnp.square(jax.lax.scan(jax.checkpoint(layer), x["v"], betas)[0]))
 
     models = [random_inputs(seed, **(SHAPE | {"J": 1})) for seed in (0, 1)]
-    x = {name: np.stack([model[name] for model in models]) for name in NAMES[:5]}
+    x = {name: np.stack([model[name] for model in models]) for name in NAMES}
     got, want = (
         jax.jit(jax.vmap(jax.grad(functools.partial(stack, implementation=i))))(x) for i in ("pallas", "chunked")
     )
@@ -70,6 +75,20 @@ def test_sharded_over_batch_and_heads():
     )
 
 
+def test_one_length_leaves_no_trace_in_another():
+    """A prefix is the prefix of the whole, to the bit, in one process and in what is as good as a fresh one."""
+    x = random_inputs(5, 1, 150, 1, 1, 8, 4, gate=-1.0)
+
+    def outputs(T):
+        arrays = (x[name][:, :T] for name in NAMES[:5])
+        return np.asarray(jax.jit(functools.partial(kda, decay_floor=-5.0))(*arrays).o_BTJV)
+
+    short, long = outputs(20), outputs(150)
+    assert np.array_equal(short, long[:, :20])
+    jax.clear_caches()
+    assert np.array_equal(long, outputs(150))
+
+
 def test_fused_norm_and_gate_equal_the_separate_ops():
     """Raw q, k and gate in, gradients of them and of a_log out; grouped heads; sizes that fill no block."""
     x = random_inputs(3, 1, 130, 1, 2, 8, 4)
@@ -77,13 +96,14 @@ def test_fused_norm_and_gate_equal_the_separate_ops():
     x["q"], x["k"] = 3 * x["q"], 0.1 * x["k"]
     x["a_log"] = np.float32([-0.5, 0.5])
 
-    def fused(x):
-        out = kda(
+    def fused(x, implementation):
+        out = delta_attention.kda(
             *(x[n] for n in NAMES[:5]),
             initial_state_BJKV=x["initial_state"],
             norm_eps=1e-6,
             lower_bound=-5.0,
             a_log_J=x["a_log"],
+            implementation=implementation,
         )
         return jnp.sum(jnp.sin(out.o_BTJV)) + jnp.sum(jnp.sin(out.final_state_BJKV))
 
@@ -92,7 +112,9 @@ def test_fused_norm_and_gate_equal_the_separate_ops():
         g = bounded_decay(x["g"], x["a_log"], -5.0)
         return loss(x | {"q": q, "k": k, "g": g}, None, "chunked")
 
-    check(jax.jit(jax.grad(fused))(x), jax.jit(jax.grad(separate))(x), 5e-6)
+    want = jax.jit(jax.grad(separate))(x)
+    for implementation in ("pallas", "chunked"):
+        check(jax.jit(jax.grad(functools.partial(fused, implementation=implementation)))(x), want, 5e-6)
 
 
 def test_other_platforms_are_refused_when_lowered():
