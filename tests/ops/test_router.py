@@ -99,3 +99,18 @@ def test_narrow_bias_is_refused():
     x, router, bias = _inputs()
     with pytest.raises(ValueError, match="router bias is bfloat16"):
         route(x, router, jnp.asarray(bias, jnp.bfloat16), 2)
+
+
+def test_forced_experts_are_visited_with_weights_of_ones_own_scores():
+    """The top k forced changes nothing; other experts get their own scores over their sum, whatever the bias says."""
+    rng = np.random.default_rng(0)
+    x, router, bias = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 8), (8, 6), (6,)))
+    natural = route(x, router, bias, 2)
+    same = route(x, router, bias, 2, forced_ids_TS=natural.ids_TS)
+    for got, want in zip(same, natural, strict=True):
+        np.testing.assert_array_equal(got, want)
+    ids = jnp.asarray([[0, 5], [1, 2], [3, 4], [5, 0], [2, 3]], jnp.int32)
+    forced = route(x, router, bias, 2, routed_scaling_factor=3.0, forced_ids_TS=ids)
+    scores = np.take_along_axis(1 / (1 + np.exp(-np.asarray(x, float) @ np.asarray(router, float))), np.asarray(ids), 1)
+    np.testing.assert_array_equal(forced.ids_TS, ids)
+    np.testing.assert_allclose(forced.weights_TS, 3 * scores / scores.sum(1, keepdims=True), rtol=1e-5)
