@@ -16,6 +16,8 @@ import sys
 import tempfile
 from typing import NamedTuple
 
+from k3jax.errors import UserError
+
 # "address  label: > > { instructions }": a ">" for each loop around the bundle; LB marks a loop's first bundle.
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+(?P<label>[A-Z]{2})?[^:]*:\s*(?:>\s?)*\{(?P<body>.*)$")
 _EXIT = re.compile(r"%(p\d+)\w* = scmp\.\w+\.s32\.totalorder (?:\(\S+\), )?%\S+, (\d+) /\* loop exit test")
@@ -54,7 +56,7 @@ def schedule(program: str, topology: str, *arguments: str) -> Schedule:
         Schedule.
 
     Raises:
-        ValueError: libtpu does not compile it; the last line of what it says.
+        UserError: libtpu does not compile it; the last line of what it says.
     """
     with tempfile.TemporaryDirectory(prefix="k3-schedule-") as folder:
         environment = os.environ | {
@@ -69,7 +71,7 @@ def schedule(program: str, topology: str, *arguments: str) -> Schedule:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-            raise ValueError(f"{program} for {topology}: {(lines or [f'exit status {done.returncode}'])[-1]}")
+            raise UserError(f"{program} for {topology}: {(lines or [f'exit status {done.returncode}'])[-1]}")
         compiled = json.loads(done.stdout.splitlines()[-1])
         cycles: dict[str, int] = {}
         for path in pathlib.Path(folder).glob("*final_bundles.txt"):
@@ -78,7 +80,7 @@ def schedule(program: str, topology: str, *arguments: str) -> Schedule:
                 name = re.sub(r"\.\d+$", "", match["name"])
                 cycles[name] = cycles.get(name, 0) + count_cycles(path.read_text(errors="replace"))
     if not cycles:
-        raise ValueError(f"{program} for {topology}: this libtpu leaves no schedule behind")
+        raise UserError(f"{program} for {topology}: this libtpu leaves no schedule behind")
     return Schedule(cycles, **compiled)
 
 
