@@ -78,7 +78,7 @@ def test_commands_run(tmp_path):
         if words[3] in ("train", "sweep") and any(w.startswith("--gin_file") for w in words):
             words += SHORT
         if words[3] == "bench":
-            words += ["--repeats=1", *SHORT, "--gin.DataConfig.seq_len=64"]
+            words += ["--repeats=1", "--gigabytes=0.02", *SHORT, "--gin.DataConfig.seq_len=64"]
         if words[3] == "generate":
             words = [*(w for w in words if not w.startswith("--max_tokens")), "--max_tokens=3"]
         ran = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
