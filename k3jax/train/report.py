@@ -20,7 +20,7 @@ from k3jax.train.diagnostics import Diagnostics, read_diagnostics
 from k3jax.train.figures import duration, short
 from k3jax.train.metrics import read_whole_records, violations
 from k3jax.train.report_page import Fact, Picture, Section, page
-from k3jax.train.report_style import Series, png
+from k3jax.train.report_style import Series, is_smoothed, png
 from k3jax.train.run_dir import RunDir, write_atomically
 
 REPORT = "report.html"
@@ -118,9 +118,11 @@ def _training(run: _Run) -> Section:
         image = png(
             report_plots.loss_curves, loss, heldout, run.series("bits_per_byte"), run.series("eval_bits_per_byte")
         )
-        caption = (
-            "Faint: each logged step. Solid: running mean. Bits per byte are scaled to the run after its first tenth."
-        )
+        # Faint values behind a mean are drawn only where there are many.
+        smoothed = is_smoothed(loss) or is_smoothed(run.series("bits_per_byte"))
+        caption = "Faint: each logged step. Solid: running mean." if smoothed else "Each logged step."
+        if run.series("bits_per_byte") or run.series("eval_bits_per_byte"):
+            caption += " Bits per byte are scaled to the run after its first tenth."
         pictures.append(Picture("loss", image, "Training and held-out loss by step", caption))
     rate, norm = run.series("learning_rate"), run.series("grad_norm")
     if rate or norm:

@@ -60,7 +60,7 @@ def depth_weights(diagnostics: Diagnostics):
     parts["mixer"].set_ylabel("layer")
     bar = figure.colorbar(image, ax=list(parts.values()), aspect=30, pad=0.02, fraction=0.05)
     bar.set_ticks([0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0])
-    bar.set_label("mean weight over tokens (grey: no such source yet)")
+    bar.set_label("mean weight over tokens\n(grey: no such source yet)")
     bar.outline.set_visible(False)
     return figure
 

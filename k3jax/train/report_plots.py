@@ -24,18 +24,20 @@ from k3jax.train.report_style import (
     integer_ticks,
     label_steps,
     log_scale,
+    log_scale_from_zero,
     log_ticks,
     panel_grid,
     panel_rows,
     running_mean,
     thousands,
+    ticks_from_zero,
     zoom_late,
 )
 
 MAX_COLUMNS = 160  # steps side by side in a heat map; more are pooled
 MAX_PANELS = 12  # layers shown as a panel each; of more, evenly spaced ones
 MAX_LINES = 10  # layers shown as a line each
-MIN_VIOLATION = 1e-3  # below this a balance is drawn as perfect
+MIN_VIOLATION = 1e-3  # where there are lower ones, the scale is linear from here down to 0, the perfect balance
 
 
 def loss_curves(loss: Series, heldout_loss: Series, bits: Series, heldout_bits: Series):
@@ -160,7 +162,7 @@ def violation_curves(by_layer: dict[int, Series], mean: Series, worst: Series, r
     axis = axes[0]
 
     def line(series: Series, **style):
-        axis.plot(series.steps, np.maximum(running_mean(series.values), MIN_VIOLATION), **style)
+        axis.plot(series.steps, running_mean(series.values), **style)
 
     if 0 < len(by_layer) <= MAX_LINES:
         colours = depth_colours(len(by_layer))
@@ -171,7 +173,10 @@ def violation_curves(by_layer: dict[int, Series], mean: Series, worst: Series, r
     if mean:
         line(mean, color=INK, linewidth=2.0, linestyle=(0, (4, 1.5)), label="mean of layers")
     axis.set(title=f"MaxVio by layer, balancing: {rule}", ylabel="busiest expert / mean load - 1")
-    log_scale(axis)
+    if any(np.any(drawn.get_ydata() < MIN_VIOLATION) for drawn in axis.lines):
+        log_scale_from_zero(axis, MIN_VIOLATION)
+    else:
+        log_scale(axis)
     if many or not by_layer:
         axis.legend(loc="upper right")
     else:
@@ -183,13 +188,17 @@ def violation_curves(by_layer: dict[int, Series], mean: Series, worst: Series, r
 
 
 def _violation_map(figure, axis, by_layer: dict[int, Series]) -> None:
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm, SymLogNorm
 
     steps = next(iter(by_layer.values())).steps
     values_SN = np.stack([series.values for series in by_layer.values()], axis=1)
     pooled_SN = _pool(steps, values_SN) / _pool(steps, np.ones_like(values_SN))
-    pooled_SN = np.maximum(pooled_SN, MIN_VIOLATION)
-    norm = LogNorm(pooled_SN.min(), max(pooled_SN.max(), 1.1 * pooled_SN.min()))
+    low, high = pooled_SN.min(), pooled_SN.max()
+    from_zero = low < MIN_VIOLATION
+    if from_zero:
+        norm = SymLogNorm(MIN_VIOLATION, 0.5, vmin=0, vmax=max(high, 10 * MIN_VIOLATION))
+    else:
+        norm = LogNorm(low, max(high, 1.1 * low))
     extent = (steps[0], max(steps[-1], steps[0] + 1), len(by_layer) - 0.5, -0.5)
     image = axis.imshow(pooled_SN.T, aspect="auto", extent=extent, cmap=SEQUENTIAL, norm=norm)
     heat_map_axes(axis)
@@ -197,7 +206,10 @@ def _violation_map(figure, axis, by_layer: dict[int, Series]) -> None:
     axis.set_yticks(ticks, [str(layers[i]) for i in ticks])
     axis.set_ylabel("layer")
     bar = figure.colorbar(image, ax=axis, aspect=20, pad=0.02)
-    log_ticks(bar.ax.yaxis)
+    if from_zero:
+        ticks_from_zero(bar.ax.yaxis, MIN_VIOLATION)
+    else:
+        log_ticks(bar.ax.yaxis)
     bar.set_label("MaxVio")
     bar.outline.set_visible(False)
 
@@ -205,12 +217,11 @@ def _violation_map(figure, axis, by_layer: dict[int, Series]) -> None:
 def _pool(steps: np.ndarray, load_SNE: np.ndarray) -> np.ndarray:
     """Sums neighbouring steps, so that no more than `MAX_COLUMNS` evenly spaced columns remain."""
     columns = min(len(steps), MAX_COLUMNS)
-    place = (steps - steps[0]) * columns // max(steps[-1] - steps[0] + 1, 1)
+    place = ((steps - steps[0]) * columns // max(steps[-1] - steps[0] + 1, 1)).astype(int)
     pooled = np.zeros((columns, *load_SNE.shape[1:]))
-    np.add.at(pooled, place.astype(int), load_SNE)
-    for i in range(1, columns):
-        if not pooled[i].any():  # nothing was logged in this stretch: what was before
-            pooled[i] = pooled[i - 1]
+    np.add.at(pooled, place, load_SNE)
+    for i in sorted(set(range(columns)) - set(place)):  # nothing was logged in this stretch: what was before
+        pooled[i] = pooled[i - 1]
     return pooled
 
 

@@ -5,6 +5,7 @@ and settings for the whole process.
 """
 
 import io
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 WIDTH = 8.0  # inches
 DPI = 130
 MAX_NUMBERS = 240  # cells of a heat map that get their number written in
+MIN_SMOOTHED = 80  # values from which on a curve is drawn as its running mean
 
 INK, MUTED, GRID, EMPTY = "#24292f", "#667080", "#e3e7ec", "#eef0f3"
 TRAIN, HELDOUT, ALERT = "#2a6fb0", "#d8650b", "#c0392b"
@@ -67,20 +69,25 @@ def panel_grid(rows: int, columns: int, height: float, **options):
 def draw_curve(axis, series: Series, colour: str, label: str) -> None:
     """The values, faint where there are many, and their running mean."""
     smooth = running_mean(series.values)
-    if smooth is not series.values:
+    if is_smoothed(series):
         axis.plot(*series, color=colour, linewidth=0.7, alpha=0.3)
     axis.plot(series.steps, smooth, color=colour, label=label)
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
     """A centred running mean over a fortieth of the values; the values themselves where that is next to nothing."""
-    half = len(values) // 80
+    half = len(values) // MIN_SMOOTHED
     if half < 1:
         return values
     kernel = np.ones(2 * half + 1)
     finite = np.isfinite(values)
     total = np.convolve(np.where(finite, values, 0.0), kernel, "same")
     return total / np.maximum(np.convolve(finite.astype(float), kernel, "same"), 1)
+
+
+def is_smoothed(series: Series) -> bool:
+    """Whether there are so many values that their running mean is drawn, and not they themselves."""
+    return len(series.values) >= MIN_SMOOTHED
 
 
 def zoom_late(axis, *all_series: Series) -> None:
@@ -104,6 +111,23 @@ def log_scale(axis) -> None:
     """A logarithmic vertical axis with plain numbers, also where it spans less than a decade."""
     axis.set_yscale("log")
     log_ticks(axis.yaxis)
+
+
+def log_scale_from_zero(axis, linear_below: float) -> None:
+    """A vertical axis with a tick at 0, linear up to a power of ten and logarithmic above it."""
+    axis.set_yscale("symlog", linthresh=linear_below, linscale=0.5)
+    axis.set_ylim(-0.2 * linear_below, max(axis.get_ylim()[1], 20 * linear_below))
+    ticks_from_zero(axis.yaxis, linear_below)
+
+
+def ticks_from_zero(direction, linear_below: float) -> None:
+    """0, and the powers of ten from `linear_below` on, as plain numbers."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    decades = max(1, math.ceil(math.log10(direction.get_view_interval()[1] / linear_below)))
+    direction.set_major_locator(FixedLocator([0, *(linear_below * 10.0**i for i in range(decades + 1))]))
+    direction.set_minor_locator(NullLocator())
+    direction.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def log_ticks(direction) -> None:

@@ -305,3 +305,34 @@ def test_many_layers_become_rows_of_a_heat_map():
     assert len(found.kda_layers) == 20
     mesh = report_inside.half_lives(found, 0.139, 64).axes[0].collections[0].get_array()
     assert mesh.shape == (20, 82) and np.allclose(mesh.sum(1), 1)
+
+
+@pytest.mark.parametrize("layers", [2, 20])
+def test_perfect_balance_is_drawn_at_a_tick_called_0(layers):
+    steps = np.array([1.0, 10, 20])
+    by_layer = {n: Series(steps, np.array([0.5, 0.0, 0.0])) for n in range(layers)}
+    figure = report_plots.violation_curves(by_layer, by_layer[0], by_layer[0], "none")
+    figure.canvas.draw()
+    scales = [figure.axes[0]] if layers == 2 else [figure.axes[0], figure.axes[-1]]  # the last is the colour bar
+    for axis in scales:
+        ticks = {label.get_text(): label.get_position()[1] for label in axis.get_yticklabels()}
+        assert ticks["0"] == 0 and ticks["0.001"] == pytest.approx(0.001) and "0.1" in ticks
+    assert figure.axes[0].lines[0].get_ydata().min() == 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8])
+def test_labels_of_depth_weights_are_inside_the_picture(layers):
+    weights = np.full((2 * layers + 1, 3), 0.3, np.float32)
+    found = made_up_diagnostics(tiny())._replace(weights_QR=weights, sources=("embedding", "block 1", "running sum"))
+    figure = report_inside.depth_weights(found)
+    figure.canvas.draw()
+    box = figure.axes[-1].yaxis.label.get_window_extent()
+    assert box.y0 > 0 and box.y1 < figure.bbox.y1 and box.x1 < figure.bbox.x1
+
+
+@pytest.mark.parametrize(("steps", "drawn"), [(30, "Each logged step."), (900, "Faint: each logged step.")])
+def test_the_caption_of_the_loss_says_what_is_drawn(tmp_path, unrendered, steps, drawn):
+    records = [{"step": r["step"], "loss": r["loss"]} for r in training_records(steps) if "loss" in r]
+    text = Page(write_report(write_run(tmp_path, None, records)).read_text()).text
+    assert drawn in text and ("running mean" in text) == (steps == 900)
+    assert "Bits per byte" not in text
