@@ -212,20 +212,20 @@ def _choose(T: int, dtype, chunk_size: int | None) -> Implementation:
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     if platform != "tpu":
-        choice, why = "chunked", f"on {platform} XLA's products in chunks are the fastest form"
+        choice, why = "chunked", "because the Pallas kernels are for TPU"
     elif dtype != jnp.float32:
-        choice, why = "chunked", f"the Pallas kernels know no {dtype}"
+        choice, why = "chunked", f"because the Pallas kernels know no {dtype}"
     elif chunk_size not in (None, KERNEL_CHUNK):
-        choice, why = "chunked", f"chunk_size is {chunk_size} and the Pallas kernels have {KERNEL_CHUNK}"
+        choice, why = "chunked", f"because chunk_size is {chunk_size} and the Pallas kernels have {KERNEL_CHUNK}"
     else:
-        choice, why = "pallas", "on TPU the Pallas kernels are the fastest form"
-    _log_choice(choice, why)
+        choice, why = "pallas", "the fastest form here"
+    _log_choice(platform, choice, why)
     return choice
 
 
 @functools.cache
-def _log_choice(choice: str, why: str) -> None:
-    _log.info("kda: implementation %s: %s", choice, why)
+def _log_choice(platform: str, choice: str, why: str) -> None:
+    _log.info("kda on %s: %s implementation, %s", platform, choice, why)
 
 
 def _runs(segment_ids_BT):

@@ -95,15 +95,19 @@ def expert_mlp(
     return jnp.sum(upcast(y_TSL) * weights_TS[:, :, None], axis=1).astype(x_TL.dtype)
 
 
-@functools.cache
 def _say_choice():
-    """Says once a process what is picked where; the choice itself falls as each program is lowered."""
-    _log.info(
-        "experts: lowered for TPU, jax.lax.ragged_dot, and tiles of rows of one expert for the gradient to matrices;"
-        " lowered for any other platform, tiles of %d rows for everything, because ragged_dot costs as much there as"
-        " a dense product with every expert",
-        _TILE,
-    )
+    """Says once a platform how experts are computed there; the choice itself falls as each program is lowered."""
+    # The device of the mesh that the program is traced for, if one is named, else the process's.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    _log_choice(jax.default_backend() if device is None else device.platform)
+
+
+@functools.cache
+def _log_choice(platform: str) -> None:
+    if platform == "tpu":
+        _log.info("experts on tpu: jax.lax.ragged_dot, and tiles of %d rows or more for the matrices' gradient", _TILE)
+    else:
+        _log.info("experts on %s: tiles of %d rows, each through one expert's matrices", platform, _TILE)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -155,15 +155,20 @@ def test_mixed_dtypes_are_refused():
         expert_mlp(x, ids, weights, gate, up, down.astype(jnp.bfloat16), _silu_gate)
 
 
-def test_choice_is_logged_once(caplog):
-    module._say_choice.cache_clear()
+def test_choice_is_logged_once_a_platform(caplog):
+    """Of the platform at hand; for a mesh of TPUs, none of which need be here, of TPU."""
+    module._log_choice.cache_clear()
+    tpu = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu"))
     args = [jnp.asarray(a) for a in _layer(T=4)]
     with caplog.at_level(logging.INFO, logger=module.__name__):
         for _ in range(2):
             jax.eval_shape(lambda *a: expert_mlp(*a, _silu_gate), *args)
-    (said,) = [r.message for r in caplog.records if r.message.startswith("experts:")]
-    assert "lowered for TPU, jax.lax.ragged_dot" in said
-    assert "any other platform, tiles of 128 rows" in said
+            with jax.sharding.use_abstract_mesh(tpu):
+                jax.eval_shape(lambda *a: expert_mlp(*a, _silu_gate), *args)
+    assert [r.getMessage() for r in caplog.records if r.name == module.__name__] == [
+        "experts on cpu: tiles of 128 rows, each through one expert's matrices",
+        "experts on tpu: jax.lax.ragged_dot, and tiles of 128 rows or more for the matrices' gradient",
+    ]
 
 
 def test_gradient_matches_finite_differences():

@@ -150,5 +150,5 @@ def test_auto_says_what_it_chose_and_why_once(caplog):
                 jax.eval_shape(delta_attention.kda, *arrays)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert "implementation chunked: on cpu" in messages[0]
-    assert "implementation pallas: on TPU" in messages[1]
+    assert messages[0] == "kda on cpu: chunked implementation, because the Pallas kernels are for TPU"
+    assert messages[1] == "kda on tpu: pallas implementation, the fastest form here"
