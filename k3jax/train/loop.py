@@ -27,7 +27,7 @@ from k3jax.train.metrics import MetricsLog, bits_per_byte, load_interval, peak_f
 from k3jax.train.parameter_table import parameter_table
 from k3jax.train.progress import Progress, warn
 from k3jax.train.run_dir import RunDir, write_atomically
-from k3jax.train.signals import StopRequest
+from k3jax.train.signals import AFTER_STEP, COMPILING, STARTING, StopRequest
 from k3jax.train.start import RECORD, keep_beside, load_start, plan_start
 from k3jax.train.state import abstract_state, make_state
 from k3jax.train.step import make_eval_step, make_train_step
@@ -138,6 +138,7 @@ class _Training:
         kind = jax.devices()[0].device_kind
         self.peak = peak_flops(kind)
         self.flops_per_token = train_flops_per_token(config.model, config.data.seq_len)
+        stop.promise = STARTING
         self._start()
 
     def _start(self) -> None:
@@ -196,6 +197,9 @@ class _Training:
         self._pause()  # an evaluation that a kill has prevented
         while self.step < settings.steps and not self.stop:
             batch = shard_batch(next(self.batches), self.mesh)
+            if not self.warm:
+                self.progress.say("compiling the training step (may take a minute)")
+                self.stop.promise = COMPILING
             self.state, metrics = self.train_step(self.state, batch)
             self.step += 1
             self._observe()
@@ -205,7 +209,7 @@ class _Training:
             if not self.warm:
                 self._observe()
                 self.clock.restart()
-                self.warm = True
+                self.warm, self.stop.promise = True, AFTER_STEP
             if self.step % settings.checkpoint_every == 0 or self.step == settings.steps:
                 self._save()
             self._pause()

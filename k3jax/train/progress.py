@@ -28,7 +28,6 @@ class Progress:
 
             self._live = Live(console=self._console, refresh_per_second=4)
             self._live.__enter__()
-            self._show("compiling the step ...")
         return self
 
     def __exit__(self, *exception) -> None:

@@ -4,6 +4,10 @@ import os
 import signal
 import threading
 
+AFTER_STEP = "stopping after this step, then saving"
+STARTING = "still starting; stops as soon as that is done"
+COMPILING = "still compiling; stops as soon as that returns"
+
 
 class StopRequest:
     """While entered, the first SIGTERM or SIGINT is noted; the second one ends the process at once.
@@ -12,10 +16,12 @@ class StopRequest:
 
     Attributes:
         received: the signal's number, or None so far.
+        promise: what whoever sends a signal is told will happen; to be kept true.
     """
 
     def __init__(self):
         self.received: int | None = None
+        self.promise = AFTER_STEP
         self._previous: dict[int, object] = {}
 
     def __bool__(self) -> bool:
@@ -38,4 +44,4 @@ class StopRequest:
             signal.signal(other, signal.SIG_DFL)
         # os.write, because print may be what the signal interrupted.
         name = signal.Signals(number).name
-        os.write(2, f"\n{name}: stopping after this step, then saving; again to stop at once\n".encode())
+        os.write(2, f"\n{name}: {self.promise}; again to stop at once\n".encode())

@@ -100,6 +100,7 @@ def test_what_a_run_prints_and_leaves(world, reference):
     assert "parameters" in lines[1] and "active a token" in lines[1] and "bytes of text" in lines[1]
     assert any(line.startswith(f"step  5/{STEPS}  loss ") and "bits/byte" in line and "ETA" in line for line in lines)
     assert any(line.startswith("step 15: held-out loss") for line in lines)
+    assert lines.count("compiling the training step (may take a minute)") == 1
     assert lines[-1] == f"finished: {STEPS} steps; report: {run / 'report.html'}"
     assert "MaxVio" in (run / "report.html").read_text()
 
@@ -143,7 +144,8 @@ def test_killed_twice_and_stopped_is_the_run_that_never_was(world, reference):
     status, rest, err = world.finish(process)
     assert status in (143, 0), err  # 0 if it was done by then
     if status == 143:
-        assert "SIGTERM: stopping after this step" in err
+        # A step that was logged before the kill may be what was waited for.
+        assert "SIGTERM: stopping after this step" in err or "SIGTERM: still " in err
         assert f"to go on: k3 train --workdir={world.root / 'killed'}" in rest
         if first >= 14:
             assert any(line.startswith("resuming") for line in out)

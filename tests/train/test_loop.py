@@ -183,14 +183,24 @@ def test_crashed_and_resumed_is_never_crashed(tmp_path, config, reference, monke
     assert_same_run(tmp_path / "run", reference, config)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_after_the_step_saves_and_resumes(tmp_path, config, reference, monkeypatch, number):
+@pytest.mark.parametrize(
+    ("number", "step", "said"),
+    [
+        (signal.SIGTERM, 6, "SIGTERM: stopping after this step, then saving; again"),
+        (signal.SIGINT, 1, "SIGINT: still compiling; stops as soon as that returns; again"),
+    ],
+)
+def test_a_signal_stops_after_the_step_saves_and_resumes(
+    tmp_path, config, reference, monkeypatch, capfd, number, step, said
+):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        at_step(patch, 6, lambda: os.kill(os.getpid(), number))
-        assert run(tmp_path / "run", config) == loop.Outcome("stopped", 6, number)
+        at_step(patch, step, lambda: os.kill(os.getpid(), number))
+        assert run(tmp_path / "run", config) == loop.Outcome("stopped", step, number)
+    out, err = capfd.readouterr()
+    assert said in err and "compiling the training step (may take a minute)\n" in out
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    assert "6" in os.listdir(tmp_path / "run" / "checkpoints")
+    assert str(step) in os.listdir(tmp_path / "run" / "checkpoints")
     assert run(tmp_path / "run", config).status == "finished"
     assert_same_run(tmp_path / "run", reference, config)
 
@@ -222,7 +232,7 @@ def test_a_signal_while_evaluating_stops_at_once(tmp_path, config, reference, mo
     assert_same_run(tmp_path / "run", reference, config)
 
 
-def test_a_signal_before_the_first_step_loses_nothing(tmp_path, config, reference, monkeypatch):
+def test_a_signal_before_the_first_step_loses_nothing(tmp_path, config, reference, monkeypatch, capfd):
     make = loop.make_state
 
     def slow(*args):
@@ -232,6 +242,7 @@ def test_a_signal_before_the_first_step_loses_nothing(tmp_path, config, referenc
     with monkeypatch.context() as patch:
         patch.setattr(loop, "make_state", slow)
         assert run(tmp_path / "run", config) == loop.Outcome("stopped", 0, signal.SIGTERM)
+    assert "SIGTERM: still starting; stops as soon as that is done" in capfd.readouterr().err
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["0"]
     assert run(tmp_path / "run", config).status == "finished"
     assert_same_run(tmp_path / "run", reference, config)
