@@ -10,6 +10,7 @@ import typing
 import warnings
 from typing import Any, NamedTuple
 
+from k3jax.checkpoint.run_source import no_checkpoint
 from k3jax.config import Config
 from k3jax.train.run_dir import RunDir, RunRefused
 
@@ -17,9 +18,6 @@ if typing.TYPE_CHECKING:
     import jax
 
     from k3jax.checkpoint.hf_source import ReleasedSource
-
-
-NO_CHECKPOINT = "{} has no checkpoint yet; wait for its first"
 
 
 class LoadedRun(NamedTuple):
@@ -88,7 +86,7 @@ def load_run(workdir: str, step: int | None, devices: int | None = None) -> Load
     with Checkpoints(run.checkpoints, keep=None) as checkpoints:
         step = checkpoints.latest() if step is None else step
         if step is None:
-            raise RunRefused(NO_CHECKPOINT.format(run.path))
+            raise RunRefused(no_checkpoint(run.path))
         return LoadedRun(run, config, step, mesh, checkpoints.restore_part(step, like))
 
 
@@ -111,7 +109,7 @@ def _check_checkpoint(run: RunDir, step: int | None) -> None:
     except OSError as error:
         raise RunRefused(f"{run.checkpoints} cannot be read ({error.strerror}); make it readable") from None
     if not steps:
-        raise RunRefused(NO_CHECKPOINT.format(run.path))
+        raise RunRefused(no_checkpoint(run.path))
     if step is not None and step not in steps:
         raise RunRefused(f"{run.path}: no checkpoint of step {step}; there are: {', '.join(map(str, steps))}")
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from k3jax.in_use import is_in_use
 from k3jax.study.plan import PlannedRun, SweepDir
-from k3jax.train.claim import is_in_use
 from k3jax.train.figures import duration
 from k3jax.train.run_dir import RunDir
 from k3jax.train.signals import StopRequest

@@ -17,6 +17,7 @@ from k3jax.checkpoint.ocdbt_index import missing_chunks, read_index, read_value
 from k3jax.checkpoint.source import Index, Leaf, Path
 from k3jax.config import ConfigError, ModelConfig, from_dict
 from k3jax.errors import UserError
+from k3jax.in_use import is_in_use
 
 STATE = "state"
 CACHE_BYTES = 128 * 2**20  # of decompressed chunks; what a layer's slices share is decompressed once
@@ -48,8 +49,7 @@ def checkpoint_steps(run: pathlib.Path) -> list[Step]:
     if not folder.is_dir():
         if not run.is_dir():
             raise UserError(f"{run}: no such directory; give the directory of a run or of a released checkpoint")
-        what = "has no checkpoint yet; wait for its first" if (run / "config.json").is_file() else "holds no run"
-        raise UserError(f"{run} {what}")
+        raise UserError(no_checkpoint(run) if (run / "config.json").is_file() else f"{run} holds no run")
     steps = []
     for child in folder.iterdir():
         number = re.match(r"(\d+)(\.orbax-checkpoint-tmp.*)?$", child.name)
@@ -57,6 +57,12 @@ def checkpoint_steps(run: pathlib.Path) -> list[Step]:
             problem = "never finished: the process that wrote it was stopped" if number[2] else _problem(child)
             steps.append(Step(int(number[1]), child, problem))
     return sorted(steps, key=lambda step: (step.step, bool(step.problem)))
+
+
+def no_checkpoint(run: pathlib.Path) -> str:
+    """Says that a run has none, and what to do: wait while a process is at work there, else go on with the run."""
+    advice = "wait for its first" if is_in_use(run) else f"go on with: k3 train --workdir={run}"
+    return f"{run} has no checkpoint yet; {advice}"
 
 
 def choose_step(run: pathlib.Path, step: int | None) -> Step:
@@ -79,8 +85,9 @@ def choose_step(run: pathlib.Path, step: int | None) -> Step:
                 raise UserError(f"{found.folder}: {found.problem}; steps that can be read: {_listed(whole)}")
         raise UserError(f"{run}: no checkpoint of step {step}; there are: {_listed(whole)}")
     if not whole:
-        why = f"; step {steps[-1].step}: {steps[-1].problem}" if steps else "; wait for its first"
-        raise UserError(f"{run} has no checkpoint that can be read{why}")
+        if not steps:
+            raise UserError(no_checkpoint(run))
+        raise UserError(f"{run} has no checkpoint that can be read; step {steps[-1].step}: {steps[-1].problem}")
     return whole[-1]
 
 

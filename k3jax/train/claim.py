@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from k3jax.config import SECTIONS, Config, to_dict
 from k3jax.config_text import config_to_gin
+from k3jax.in_use import LOCK
 from k3jax.train.run_dir import Change, RunDir, RunRefused, RunStatus, write_atomically
 
 # What a resumed run may change: none of it has a say in what the parameters become.
@@ -26,7 +27,6 @@ FREE_FIELDS = frozenset(
         *(f"MeshConfig.{field.name}" for field in dataclasses.fields(SECTIONS["mesh"])),
     }
 )
-LOCK = ".lock"
 
 
 @contextlib.contextmanager
@@ -194,18 +194,3 @@ def lock_directory(path: pathlib.Path) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
     return descriptor
-
-
-def is_in_use(path: pathlib.Path) -> bool:
-    """Whether another process holds a directory now; nothing in it is changed."""
-    try:
-        descriptor = os.open(path / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

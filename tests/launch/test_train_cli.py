@@ -18,6 +18,7 @@ from k3jax.checkpoint.manager import Checkpoints
 from k3jax.config import to_dict
 from k3jax.config_text import config_to_gin
 from k3jax.data import ByteTokenizer
+from k3jax.train.claim import Claim
 from k3jax.train.metrics import TIMING_FIELDS, read_metrics
 from k3jax.train.run_dir import RunDir, write_atomically
 from k3jax.train.state import abstract_state
@@ -243,12 +244,15 @@ def test_a_run_without_the_checkpoint_is_refused_before_jax_is_loaded(world, tmp
         assert main(["eval", f"--workdir={tmp_path}", *arguments]) == 2
         return capsys.readouterr().err.removeprefix(f"k3 eval: error: {tmp_path}")
 
-    assert refusal() == " has no checkpoint yet; wait for its first\n"
+    go_on = f" has no checkpoint yet; go on with: k3 train --workdir={tmp_path}\n"
+    assert refusal() == go_on
+    with Claim(tmp_path, world.config):
+        assert refusal() == " has no checkpoint yet; wait for its first\n"
     run.checkpoints.write_text("a file")
-    assert refusal() == " has no checkpoint yet; wait for its first\n"
+    assert refusal() == go_on
     run.checkpoints.unlink()
     (run.checkpoints / "12.orbax-checkpoint-tmp").mkdir(parents=True)
-    assert refusal() == " has no checkpoint yet; wait for its first\n"
+    assert refusal() == go_on
     (run.checkpoints / "10").mkdir()
     (run.checkpoints / "9").mkdir()
     assert refusal("--step=8") == ": no checkpoint of step 8; there are: 9, 10\n"
