@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
 
 def check_trainable(config: Config) -> None:
     """Raises ConfigError for what cannot be trained on any devices; loads no jax."""
-    from k3jax.data import check_paths, check_vocabulary, load_tokenizer
+    from k3jax.data import check_source, check_vocabulary, load_tokenizer
     from k3jax.train.mesh import check_mesh
 
     check_mesh(config.mesh)
-    check_paths(config.data.paths)
+    check_source(config.data.source, config.data.paths, config.data.text_field)
     in_python = "for parity checks in Python under jax.enable_x64(True); train in 'float32' or 'bfloat16'"
     require(config.model.dtype != "float64", config.model, "dtype", in_python)
     check_vocabulary(config, load_tokenizer(config.data.tokenizer, config.data.document_token).vocab_size)

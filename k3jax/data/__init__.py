@@ -2,12 +2,12 @@
 
 from k3jax.data.packing import EpochPlan, Packing, Pieces, cut, first_fit, pack, plan_epoch
 from k3jax.data.pipeline import Batch, BatchIterator, PackedDocuments, TextDataset, load_dataset
+from k3jax.data.skipped import SkipReport
 from k3jax.data.sources import (
     Document,
     Documents,
-    SkipReport,
     Split,
-    check_paths,
+    check_source,
     limit_bytes,
     read_documents,
     split_heldout,
@@ -29,7 +29,7 @@ __all__ = [
     "Split",
     "TextDataset",
     "Tokenizer",
-    "check_paths",
+    "check_source",
     "check_vocabulary",
     "cut",
     "first_fit",

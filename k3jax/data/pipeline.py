@@ -16,7 +16,8 @@ import numpy as np
 
 from k3jax.config import DataConfig
 from k3jax.data import packing
-from k3jax.data.sources import Document, SkipReport, limit_bytes, read_documents, split_heldout
+from k3jax.data.skipped import SkipReport
+from k3jax.data.sources import Document, limit_bytes, read_documents, split_heldout
 from k3jax.data.tokenize import Tokenizer, load_tokenizer
 from k3jax.errors import UserError
 

@@ -11,9 +11,10 @@ import logging
 import os
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from k3jax.data.skipped import SkipReport, few
 from k3jax.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -27,48 +28,12 @@ _STDLIB_SKIPPED_FOLDERS = frozenset(
 )
 _STDLIB_SKIPPED_FILES = ("_sysconfigdata", "entities.py")
 
-SkipKind = Literal["unreadable", "empty", "not_utf8", "malformed"]
-_EXAMPLES = 3
-
 
 class Document(NamedTuple):
     """One text: its UTF-8 bytes as stored, and the SHA-256 of them."""
 
     text: bytes
     digest: bytes
-
-
-class SkipReport:
-    """What was not read, by count and with the first few examples of each kind.
-
-    Kinds: `unreadable` (cannot be opened, or is not what its extension says), `empty` (nothing, or only white
-    space), `not_utf8`, and `malformed` (a JSONL line that is not an object with the text field, a Parquet
-    file without the column, a row that is null). Files are counted, and lines or rows of JSONL and Parquet
-    files.
-    """
-
-    def __init__(self):
-        self.counts: dict[SkipKind, int] = {"unreadable": 0, "empty": 0, "not_utf8": 0, "malformed": 0}
-        self.examples: dict[SkipKind, list[str]] = {kind: [] for kind in self.counts}
-
-    def add(self, kind: SkipKind, example: str) -> None:
-        """Counts one skipped input; `example` says which, and why where that is not plain."""
-        self.counts[kind] += 1
-        if len(self.examples[kind]) < _EXAMPLES:
-            self.examples[kind].append(example)
-
-    @property
-    def total(self) -> int:
-        """Inputs skipped, of all kinds."""
-        return sum(self.counts.values())
-
-    def __str__(self) -> str:
-        found = [
-            f"{count} {kind.replace('_utf8', ' UTF-8')} (first: {self.examples[kind][0]})"
-            for kind, count in self.counts.items()
-            if count
-        ]
-        return f"skipped {self.total}: {', '.join(found)}" if found else "skipped none"
 
 
 class Documents(NamedTuple):
@@ -102,32 +67,11 @@ def read_documents(source: str, paths: Sequence[str] = (), text_field: str = "te
     Raises:
       UserError: unknown source, a path that matches nothing, or no usable document at all.
     """
-    if source == "python":
-        if paths:
-            raise UserError("DataConfig.paths is for source 'files'; source is 'python': set one or the other")
-        root = sysconfig.get_paths()["stdlib"]
-        files = sorted(_stdlib_files(root))
-        origin = f"the Python standard library at {root}"
-    elif source == "files":
-        if isinstance(paths, str):
-            paths = (paths,)
-        if not paths:
-            raise UserError("DataConfig.paths is empty: name files, directories or globs, or use source 'python'")
-        files = _expand(paths)
-        origin = ", ".join(paths)
-    else:
-        raise UserError(f"DataConfig.source is {source!r}: use 'python' or 'files'")
-
-    skipped = SkipReport()
-    documents = []
-    for path in files:
-        for text in _read_file(path, text_field, skipped):
-            if text.strip():
-                documents.append(Document(text, hashlib.sha256(text).digest()))
-            else:
-                skipped.add("empty", path)
+    found, skipped = _find(source, paths), SkipReport()
+    documents = [_document(text) for text in _texts(found.files(), text_field, skipped)]
     if not documents:
-        raise UserError(f"no usable text in {origin}: {skipped}; give readable, non-empty UTF-8 files")
+        raise _nothing(found, skipped, text_field)
+    origin = found.origin
     documents.sort(key=lambda document: document.digest)
     size = sum(len(document.text) for document in documents)
     level = logging.WARNING if skipped.total else logging.INFO
@@ -135,10 +79,11 @@ def read_documents(source: str, paths: Sequence[str] = (), text_field: str = "te
     return Documents(documents, skipped)
 
 
-def check_paths(paths: Sequence[str]) -> None:
-    """Raises UserError for a path that matches nothing; reads none of them."""
-    for path in paths:
-        _matches(path)
+def check_source(source: str, paths: Sequence[str] = (), text_field: str = "text") -> None:
+    """Raises what `read_documents` would, but reads no further than to the first usable text."""
+    found, skipped = _find(source, paths), SkipReport()
+    if next(_texts(found.unsorted(), text_field, skipped), None) is None:
+        raise _nothing(found, skipped, text_field)
 
 
 def split_heldout(documents: Sequence[Document], fraction: float) -> Split:
@@ -199,6 +144,54 @@ def limit_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]
     return kept
 
 
+class _Found(NamedTuple):
+    """Where to look: the standard library's folder, or what matches the paths."""
+
+    origin: str
+    roots: list[str]
+    walk: Callable[[str], Iterator[str]]
+
+    def unsorted(self) -> Iterator[str]:
+        return (file for root in self.roots for file in (self.walk(root) if os.path.isdir(root) else [root]))
+
+    def files(self) -> list[str]:
+        """All, sorted, each once."""
+        found: dict[str, str] = {}
+        for file in self.unsorted():
+            found.setdefault(os.path.realpath(file), file)
+        return sorted(found.values())
+
+
+def _find(source: str, paths: Sequence[str]) -> _Found:
+    if source == "python":
+        if paths:
+            raise UserError("DataConfig.paths is for source 'files'; source is 'python': set one or the other")
+        root = sysconfig.get_paths()["stdlib"]
+        return _Found(f"the Python standard library at {root}", [root], _stdlib_files)
+    if source != "files":
+        raise UserError(f"DataConfig.source is {source!r}: use 'python' or 'files'")
+    if isinstance(paths, str):
+        paths = (paths,)
+    if not paths:
+        raise UserError("DataConfig.paths is empty: name files, directories or globs, or use source 'python'")
+    return _Found(", ".join(paths), [match for path in paths for match in _matches(path)], _walk)
+
+
+def _texts(files: Iterable[str], text_field: str, skipped: SkipReport) -> Iterator[bytes]:
+    for path in files:
+        for text in _read_file(path, text_field, skipped):
+            if text.strip():
+                yield text
+            else:
+                skipped.add("empty", path)
+
+
+def _nothing(found: _Found, skipped: SkipReport, text_field: str) -> UserError:
+    if not skipped.total:
+        return UserError(f"no usable text in {found.origin}: it holds no files, hidden ones apart; name some that do")
+    return UserError(f"no usable text in {found.origin}: {skipped}; {skipped.advice(text_field)}")
+
+
 def _document(text: bytes) -> Document:
     return Document(text, hashlib.sha256(text).digest())
 
@@ -246,16 +239,6 @@ def _stdlib_files(root: str) -> Iterator[str]:
         for name in names:
             if name.endswith(_STDLIB_EXTENSIONS) and not name.startswith(_STDLIB_SKIPPED_FILES):
                 yield os.path.join(folder, name)
-
-
-def _expand(paths: Iterable[str]) -> list[str]:
-    """Files named by paths, directories and globs: sorted, each once."""
-    found: dict[str, str] = {}
-    for path in paths:
-        for match in _matches(path):
-            for file in _walk(match) if os.path.isdir(match) else [match]:
-                found.setdefault(os.path.realpath(file), file)
-    return sorted(found.values())
 
 
 def _matches(path: str) -> list[str]:
@@ -311,16 +294,19 @@ def _read_jsonl(path: str, text_field: str, skipped: SkipReport) -> Iterator[byt
             where = f"{path}:{number}"
             try:
                 record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                # A lone surrogate ("\ud800") is valid JSON but no text: it cannot be encoded.
-                text = record[text_field].encode("utf-8")
+                if not isinstance(record, dict):
+                    skipped.add("malformed", f"{where}: not a JSON object")
+                elif text_field not in record:
+                    skipped.add("malformed", f"{where}: no field {text_field!r} among {few(record)}", record)
+                elif not isinstance(value := record[text_field], str):
+                    skipped.add("malformed", f"{where}: {text_field!r} is {type(value).__name__}, not text", record)
+                else:
+                    # A lone surrogate ("\ud800") is valid JSON but no text: it cannot be encoded.
+                    yield value.encode("utf-8")
             except UnicodeDecodeError:
                 skipped.add("not_utf8", where)
-            except (KeyError, TypeError, AttributeError):
-                skipped.add("malformed", f"{where}: no text field {text_field!r}")
             except (ValueError, RecursionError):
                 skipped.add("malformed", f"{where}: not JSON text")
-            else:
-                yield text
     if not lines:
         skipped.add("empty", path)
 
@@ -337,7 +323,7 @@ def _read_parquet(path: str, text_field: str, skipped: SkipReport) -> Iterator[b
     with file:
         names = file.schema_arrow.names
         if text_field not in names:
-            skipped.add("malformed", f"{path}: no column {text_field!r} among {', '.join(names)}")
+            skipped.add("malformed", f"{path}: no column {text_field!r} among {few(names)}", names)
             return
         if not file.metadata.num_rows:
             skipped.add("empty", path)
@@ -352,7 +338,8 @@ def _read_parquet(path: str, text_field: str, skipped: SkipReport) -> Iterator[b
                         if isinstance(text, str):
                             yield text.encode("utf-8")
                         else:
-                            skipped.add("malformed", f"{where}: {text_field!r} is {type(text).__name__}, not text")
+                            why = f"{text_field!r} is {type(text).__name__}, not text"
+                            skipped.add("malformed", f"{where}: {why}", names)
                     except UnicodeDecodeError:
                         skipped.add("not_utf8", where)
         except pa.ArrowException as error:

@@ -78,7 +78,8 @@ def config_changes(old: Config, new: Config) -> list[Change]:
 class Claim:
     """A run directory held by this process alone, until `close` or the end of the process.
 
-    A new directory gets nothing but a lock, until `write_config` makes it a run.
+    A new directory gets nothing but a lock, until `write_config` makes it a run; one that was made here and did not
+    become a run is gone at the end.
 
     Args:
         workdir: a new or empty directory, or that of a run with the same configuration.
@@ -96,11 +97,14 @@ class Claim:
         self.run = RunDir(pathlib.Path(workdir))
         self.changes: list[Change] = []
         self._config, self._lock = config, None
+        self._made: list[pathlib.Path] = []  # the directory and those above it, as far as they were not there
         try:
             self.status = self._inspect(config)
             if self.status == "finished":
                 return
+            made = [path for path in (self.run.path, *self.run.path.parents) if not path.exists()]
             self.run.path.mkdir(parents=True, exist_ok=True)
+            self._made = made
             self._lock = lock_directory(self.run.path)
             self.status = self._inspect(config)  # what another process did before we had the lock
         except OSError as error:
@@ -124,6 +128,11 @@ class Claim:
     def close(self) -> None:
         """Gives the directory free."""
         if self._lock is not None:
+            if self._made and set(_names(self.run.path)) == {LOCK}:
+                with contextlib.suppress(OSError):  # one that is in use by now stays
+                    (self.run.path / LOCK).unlink()
+                    for path in self._made:
+                        path.rmdir()
             os.close(self._lock)
             self._lock = None
 

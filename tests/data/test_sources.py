@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from k3jax.data import Document, limit_bytes, read_documents, split_heldout
+from k3jax.data import Document, check_source, limit_bytes, read_documents, split_heldout
+from k3jax.errors import UserError
 
 
 def doc(text: bytes) -> Document:
@@ -181,8 +182,41 @@ def test_nothing_usable_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="paths is for source 'files'"):
         read_documents("python", ["x"])
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(ValueError, match="no usable text"):
+    with pytest.raises(ValueError, match=r"no usable text in .*/nothing: it holds no files"):
         read_documents("files", [f"{tmp_path}/nothing"])
+
+
+@pytest.mark.parametrize("read", [read_documents, check_source])
+@pytest.mark.parametrize(
+    ("name", "line", "advice"),
+    [
+        ("a.jsonl", '{"body": "x", "id": 1}', "set DataConfig.text_field to the one that holds the text: body, id"),
+        ("a.jsonl", '{"text": 3}', "'text' is int, not text); give text in 'text', or set DataConfig.text_field"),
+        ("a.jsonl", '["text"]', "not a JSON object); give a JSON object on each line"),
+        ("a.jsonl", "{}", "no field 'text' among none); give a JSON object on each line, with the text in 'text'"),
+        ("a.txt", " ", "give readable, non-empty UTF-8 files"),
+    ],
+)
+def test_advice_fits_what_is_wrong(tmp_path, read, name, line, advice):
+    (tmp_path / name).write_text(line)
+    with pytest.raises(UserError) as error:
+        read("files", [str(tmp_path)])
+    assert advice in str(error.value)
+
+
+def test_advice_names_the_columns_of_a_parquet_file(tmp_path):
+    pq.write_table(pa.table({"content": ["x"], "text": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"'text' is int, not text.*set DataConfig.text_field to .*: content$"):
+        check_source("files", [str(tmp_path)])
+
+
+def test_checking_a_source_reads_to_the_first_text_only(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    read = []
+    monkeypatch.setattr("k3jax.data.sources._read_file", lambda path, *args: read.append(path) or iter([b"x"]))
+    check_source("files", [str(tmp_path)])
+    assert len(read) == 1
 
 
 def test_python_source_reads_code_but_not_tests(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ def world(tmp_path_factory):
     """A configuration in a gin file, and a command line whose processes share their compilations."""
     root = tmp_path_factory.mktemp("cli")
     config = tiny_config(write_text(root / "text"), steps=STEPS, log_every=1, eval_every=15, checkpoint_every=7)
+    (root / "b.jsonl").write_text('{"body": "not in the field text"}\n')
     (root / "tiny.gin").write_text(config_to_gin(config))
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -195,6 +196,8 @@ def test_generate_continues_a_prompt_and_changes_nothing(world, reference):
         (["train", "--gin_file={gin}", "--workdir=x", "--gin.ModelConfig.vocab_size=256"], "set it to 257 or more"),
         (["train", "--gin_file={gin}", "--workdir=x", "--gin.ModelConfig.dtype=float64"], "under jax.enable_x64(True)"),
         (["train", "--gin_file={gin}", "--workdir=x", "--gin.DataConfig.paths=('gone',)"], "nothing matches 'gone'"),
+        (["train", "--gin_file={gin}", "--workdir=x", "--gin.DataConfig.paths=('b.jsonl',)"], "the text: body"),
+        (["train", "--gin_file={gin}", "--workdir=x/y", "--gin.DataConfig.batch_size=12"], "must be a multiple of 8"),
     ],
 )
 def test_mistakes_are_one_line(world, capsys, monkeypatch, arguments, message):

@@ -147,8 +147,13 @@ def test_default_directories_never_collide(tmp_path):
 
 
 def test_a_claim_alone_is_no_run_yet(tmp_path, config):
+    with Claim(tmp_path / "new" / "run", config):
+        assert (tmp_path / "new" / "run").is_dir()
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "run").mkdir()
     with Claim(tmp_path / "run", config):
         pass
+    assert (tmp_path / "run").is_dir()
     other = changed(config, "data", batch_size=16)
     with Claim(tmp_path / "run", other) as claim:
         assert claim.status == "new"
