@@ -4,10 +4,13 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
+
+from launch.configure import load_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,6 +58,16 @@ def test_pages_are_whole():
         assert "@@" not in text, page
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_gin_shown_is_read(tmp_path):
+    shutil.copytree(ROOT / "experiments", tmp_path, dirs_exist_ok=True)
+    for page in PAGES:
+        for number, text in enumerate(re.findall(r"```gin\n(.*?)```", page.read_text(), re.S)):
+            (tmp_path / f"{page.stem}-{number}.gin").write_text(text)
+            load_config([str(tmp_path / f"{page.stem}-{number}.gin")])
+    data = load_config([str(tmp_path / "README-0.gin")]).config.data
+    assert (data.source, data.text_field, data.seq_len) == ("files", "body", 512)
 
 
 @pytest.mark.slow
