@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kda_blocks, kda_levels
-from pallas_kernels.kda_chunk import CHUNK, LOG2_E, floor_applies
+from pallas_kernels.kda_chunk import CHUNK, LOG2_E, VMEM_LIMIT, floor_applies
 from pallas_kernels.kda_documents import documents_of_chunk, run_rows
 from pallas_kernels.kda_forward import Options, heads_per_program
 from pallas_kernels.kda_gradient import Saved, chunk_gradient
@@ -105,7 +105,9 @@ def backward(q_BTX, k_BTX, g_BTX, beta_BJT, slope_B1X, run_BT, saved: Saved, do_
         out_specs=[spec for _, spec in outputs.values()],
         out_shape=[shape for shape, _ in outputs.values()],
         scratch_shapes=[pltpu.VMEM((heads, V, K), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
         interpret=options.interpret,
         name="kda_backward",
     )(*(x for x, _ in inputs.values()))

@@ -13,6 +13,7 @@ from jax import lax
 CHUNK = 128  # tokens; the scores of a chunk fill the 128 lanes of a register
 BLOCK = 16  # rows of a diagonal block
 LARGEST_FUSED = 64  # rows of a left operand up to which two products are fused
+VMEM_LIMIT = 32 * 2**20  # bytes; what eight heads at once spill passes v5e's and v5p's default of 16 MiB
 LOG2_E = 1.4426950408889634
 
 

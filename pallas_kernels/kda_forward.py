@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kda_chunk
-from pallas_kernels.kda_chunk import CHUNK, LOG2_E, Product
+from pallas_kernels.kda_chunk import CHUNK, LOG2_E, VMEM_LIMIT, Product
 from pallas_kernels.kda_documents import documents_of_chunk, run_rows
 from pallas_kernels.manual_axes import output_like, varying_alike
 
@@ -107,7 +107,9 @@ def forward(q_BTX, k_BTX, v_BTX, g_BTX, beta_BJT, slope_B1X, state_BJVK, run_BT,
         in_specs=[spec for _, spec in inputs.values()],
         out_specs=[spec for _, spec in outputs.values()],
         out_shape=[x for x, _ in outputs.values()],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
         interpret=options.interpret,
         name="kda_forward",
     )(*(x for x, _ in inputs.values()))
