@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -205,8 +204,8 @@ def test_help_names_every_subverb_with_an_example(ckpt):
 
 
 @pytest.mark.slow
-def test_show_of_93_layers_takes_less_than_two_seconds(tmp_path, monkeypatch):
-    """Kimi K3's tree with small axes, written by eight devices; 1.0 s on a busy machine with two cores."""
+def test_show_of_93_layers_does_without_jax(tmp_path, monkeypatch):
+    """Kimi K3's tree with small axes, written by eight devices; it takes about a second, most of an import of jax."""
     small = {
         "vocab_size": 256, "hidden_size": 16, "kda_num_heads": 8, "kda_key_dim": 8, "kda_value_dim": 8,
         "mla_num_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
@@ -217,12 +216,7 @@ def test_show_of_93_layers_takes_less_than_two_seconds(tmp_path, monkeypatch):
     small_run._shapes.cache_clear()
     small_run.write_run(tmp_path / "k3", (1,))
     small_run._shapes.cache_clear()
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        shown = subprocess.run(
-            [sys.executable, "-m", "launch", "ckpt", "show", tmp_path / "k3"], cwd=ROOT, capture_output=True, text=True
-        )
-        times.append(time.perf_counter() - start)
-        assert shown.returncode == 0 and len(shown.stdout.splitlines()) > 900, shown.stderr
-    assert min(times) < 2
+    program = "import sys; from launch.__main__ import main; main(sys.argv[1:]); assert 'jax' not in sys.modules"
+    command = [sys.executable, "-c", program, "ckpt", "show", tmp_path / "k3"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 0 and len(shown.stdout.splitlines()) > 900, shown.stderr
