@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3jax.ops import kda_token
 from k3jax.ops.delta_attention import kda, kda_step
 from tests.conftest import rel_error
 from tests.ops.kda_cases import (
@@ -258,33 +257,3 @@ def test_any_shape(B, T, H, group, K, V, chunk_size):
     )
     assert rel_error(got.o_BTJV, o) < 2e-6
     assert rel_error(got.final_state_BJKV, final_state) < 2e-6
-
-
-def test_a_step_on_a_state_larger_than_the_cache():
-    """On CPU the heads go through fourteen at a time here; values and gradients stay those of a row."""
-    B, H, J, K, V = 5, 7, 14, 32, 64
-    x = random_inputs(11, B, 1, H, J, K, V)
-    assert B * J * K * V > kda_token.CACHED_ELEMENTS
-    do, dstate = cotangents(x)
-
-    @jax.jit
-    def by_step(x):
-        token = (x[name][:, 0] for name in NAMES[:5])
-        o_BJV, state_BJKV = kda_step(*token, x["initial_state"])
-        return jnp.sum(o_BJV * do[:, 0]) + jnp.sum(state_BJKV * dstate), (o_BJV, state_BJKV)
-
-    grads, (o_BJV, state_BJKV) = jax.grad(by_step, has_aux=True)(x)
-    want_o, want_state = recurrence(*(x[name] for name in NAMES))
-    assert rel_error(o_BJV, want_o[:, 0]) < 1e-6
-    assert rel_error(state_BJKV, want_state) < 1e-6
-    want = compiled_gradients("recurrent", 4)(x, do, dstate)
-    for name in NAMES:
-        assert rel_error(grads[name], want[f"d{name}"]) < 2e-6, name
-
-
-def test_a_step_lowered_for_an_accelerator_has_no_loop():
-    x = jax.tree.map(jnp.asarray, random_inputs(12, 4, 1, 16, 16, 64, 64))
-    token = [x[name][:, 0] for name in NAMES[:5]]
-    for platform, loops in (("cpu", True), ("tpu", False)):
-        text = jax.jit(kda_step).trace(*token, x["initial_state"]).lower(lowering_platforms=(platform,)).as_text()
-        assert ("stablehlo.while" in text) == loops, platform
